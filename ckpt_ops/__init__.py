@@ -1,0 +1,23 @@
+"""ckpt_ops: kernels that make training remember less.
+
+Forward keeps seeds and statistics, fused backward kernels regenerate the rest.
+"""
+
+from . import functional, memory, nn, seeds
+from .dispatch import backends, use_backend
+from .functional import *  # noqa: F403
+from .mask import dropout_mask, dropout_scale
+
+__version__ = "0.1.0"
+
+__all__ = [
+    *functional.__all__,
+    "backends",
+    "dropout_mask",
+    "dropout_scale",
+    "functional",
+    "memory",
+    "nn",
+    "seeds",
+    "use_backend",
+]

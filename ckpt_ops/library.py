@@ -1,0 +1,37 @@
+"""Defines every schema in every kernel namespace, and gives one fake kernel to all of them.
+
+`ckpt_ops` holds the native kernels (CPU, CUDA), `ckpt_ops_triton` the Triton ones. The definitions need no
+compiled extension: FakeTensor, torch.compile and checkpoint policies see the ops even where no kernel serves them.
+"""
+
+import torch
+
+from .schemas import SCHEMAS
+
+NAMESPACES = ("ckpt_ops", "ckpt_ops_triton")
+_libraries = {name: torch.library.Library(name, "DEF") for name in NAMESPACES}
+
+for _library in _libraries.values():
+    for _schema in SCHEMAS:
+        _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def fake(op):
+    """Registers the decorated function as the shape-and-dtype kernel of `op` in every namespace."""
+
+    def register(fn):
+        for name, library in _libraries.items():
+            torch.library.register_fake(f"{name}::{op}", fn, lib=library)
+        return fn
+
+    return register
+
+
+def implement(namespace, op, device_type, fn):
+    """Registers a Python launcher as `op`'s kernel for a device type ("CPU", "CUDA")."""
+    _libraries[namespace].impl(op, fn, device_type)
+
+
+def kernels(namespace):
+    """The dispatcher ops of a namespace: kernels("ckpt_ops").layer_norm_fwd(...)."""
+    return getattr(torch.ops, namespace)

@@ -1,0 +1,136 @@
+"""What a call keeps for backward, and how high memory goes."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Row:
+    """One storage that autograd keeps."""
+
+    bytes: int
+    op: str  # the graph node that keeps it, e.g. "LayerNorm" or "Addmm"; several joined by " + "
+    shape: tuple
+    dtype: torch.dtype
+    parameter: bool  # a parameter's own storage: alive anyway
+
+
+@dataclass
+class Kept:
+    """The result of `kept`: a row a storage, largest first.
+
+    bytes: of all storages but the parameters'.  parameter_bytes: of those.  output: what the call returned.
+    """
+
+    rows: list = field(default_factory=list)
+    output: object = None
+
+    @property
+    def bytes(self):
+        return sum(row.bytes for row in self.rows if not row.parameter)
+
+    @property
+    def parameter_bytes(self):
+        return sum(row.bytes for row in self.rows if row.parameter)
+
+    def __str__(self):
+        lines = [f"{self.bytes:,} bytes kept for backward (and {self.parameter_bytes:,} in parameters)"]
+        for row in self.rows:
+            dtype = str(row.dtype).removeprefix("torch.")
+            lines.append(f"{row.bytes:>14,}  {dtype} {list(row.shape)}  {row.op}" + ("  (parameter)" if row.parameter else ""))
+        return "\n".join(lines)
+
+
+def kept(fn, *args, **kwargs):
+    """What autograd keeps alive between the forward `fn(*args, **kwargs)` and its backward.
+
+    Each storage counts once and whole, however many tensors view it. Seen through
+    torch.autograd.graph.saved_tensors_hooks, so hooks that fn installs itself come first.
+
+    Returns: `Kept`, with `.bytes`, `.parameter_bytes`, `.rows`, `.output`.
+    """
+    saved, parameters = {}, _parameter_storages(fn, args, kwargs)
+
+    def pack(t):
+        if isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter):
+            parameters.add(_key(t))
+        saved.setdefault(_key(t), t.detach())  # detached: a kept output must not hold its own graph
+        return t.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        output = fn(*args, **kwargs)
+    keepers = _keepers(output)
+    rows = [
+        Row(t.untyped_storage().nbytes(), " + ".join(keepers.get(key, ("?",))), tuple(t.shape), t.dtype, key in parameters)
+        for key, t in saved.items()
+    ]
+    return Kept(sorted(rows, key=lambda row: -row.bytes), output)
+
+
+def peak(fn, *args, **kwargs):
+    """The most bytes that fn(*args, **kwargs) has allocated at once, beyond what was alive before.
+
+    On a CUDA device from the caching allocator, else from the profiler's allocation events.
+    """
+    if any(isinstance(t, torch.Tensor) and t.is_cuda for t in (*args, *kwargs.values())):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        fn(*args, **kwargs)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        fn(*args, **kwargs)
+    alive = highest = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            highest = max(highest, alive)
+    return highest
+
+
+def _key(t):
+    return t.untyped_storage()._cdata
+
+
+def _parameter_storages(fn, args, kwargs):
+    modules = [m for m in (fn, getattr(fn, "__self__", None), *args, *kwargs.values()) if isinstance(m, nn.Module)]
+    return {_key(p) for m in modules for p in m.parameters()}
+
+
+def _keepers(output):
+    """The names of the graph nodes that keep each storage, found by walking the graph behind the output."""
+    keepers, seen = {}, set()
+    todo = [t.grad_fn for t in _tensors(output) if t.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = node.name().rpartition("::")[2].removesuffix("0").removesuffix("Backward")
+        for t in _saved_by(node):
+            keepers.setdefault(_key(t), []).append(name)
+        todo.extend(next_node for next_node, _ in node.next_functions)
+    return {key: sorted(set(names)) for key, names in keepers.items()}
+
+
+def _saved_by(node):
+    if hasattr(node, "saved_tensors"):
+        candidates = node.saved_tensors
+    else:
+        candidates = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+    for value in candidates:
+        yield from _tensors(value)
+
+
+def _tensors(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from _tensors(v)
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            yield from _tensors(v)
