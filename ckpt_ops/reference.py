@@ -86,7 +86,7 @@ def masked(x, random, **mask_options):
 
 
 def dropout(x, random):
-    return masked(x, random)
+    return masked(x, random).contiguous()
 
 
 ACTIVATIONS = {
@@ -100,12 +100,12 @@ ACTIVATIONS = {
 
 def act_dropout(x, bias, act, random):
     h = _wide(x) if bias is None else _wide(x) + _wide(bias)
-    return masked(ACTIVATIONS[act](h), random).to(x.dtype)
+    return _like(x, masked(ACTIVATIONS[act](h), random))
 
 
 def dropout_add(x, residual, bias, random):
     h = _wide(x) if bias is None else _wide(x) + _wide(bias)
-    return (_wide(residual) + masked(h, random)).to(x.dtype)
+    return _like(x, _wide(residual) + masked(h, random))
 
 
 def layer_norm(x, weight, bias, normalized_shape, eps):
@@ -116,7 +116,7 @@ def layer_norm(x, weight, bias, normalized_shape, eps):
         y = y * _wide(weight)
     if bias is not None:
         y = y + _wide(bias)
-    return y.to(x.dtype)
+    return _like(x, y)
 
 
 def rms_norm(x, weight, normalized_shape, eps, offset):
@@ -124,7 +124,7 @@ def rms_norm(x, weight, normalized_shape, eps, offset):
     y = h * torch.rsqrt(h.square().mean(dims, keepdim=True) + eps)
     if weight is not None:
         y = y * (_wide(weight) + offset)
-    return y.to(x.dtype)
+    return _like(x, y)
 
 
 def dropout_add_layer_norm(x, residual, input_bias, weight, bias, normalized_shape, eps, random):
@@ -166,6 +166,11 @@ def visible(shape, attn_mask, causal, device):
 def masked_below(dtype):
     """A float attention mask hides a key at -inf and at finfo.min, of its own dtype or of bfloat16 (masks get cast)."""
     return max(torch.finfo(dtype).min, torch.finfo(torch.bfloat16).min)
+
+
+def _like(x, y):
+    """A result leaves in x's dtype, contiguous whatever x's strides."""
+    return y.to(x.dtype).contiguous()
 
 
 def _wide(t):

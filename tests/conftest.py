@@ -1,0 +1,92 @@
+"""The backends under test, and NaN in all fresh memory.
+
+A new backend needs one entry in DEVICES (and, if it is slow, in SLOW): the suite runs over it.
+CKPT_OPS_TEST_BACKENDS=cpu,reference narrows the run.
+"""
+
+import os
+from dataclasses import dataclass
+
+import hypothesis
+import pytest
+import torch
+
+import ckpt_ops
+
+DEVICES = {"reference": "cpu", "cpu": "cpu"}  # where each backend's inputs live
+SLOW = ()  # backends that get the small shapes only
+
+hypothesis.settings.register_profile("ckpt_ops", deadline=None, max_examples=25, derandomize=bool(os.environ.get("CI")))
+hypothesis.settings.load_profile("ckpt_ops")
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str
+    device: str
+
+    @property
+    def fused(self):
+        """Whether kernels serve it: those keep little and have no second derivative."""
+        return self.name != "reference"
+
+    def skip_if_slow(self, elements):
+        if self.name in SLOW and elements > 20_000:
+            pytest.skip(f"{self.name} is slow: {elements} elements are left to the other backends")
+
+
+def ready():
+    """The backends this run tests."""
+    wanted = os.environ.get("CKPT_OPS_TEST_BACKENDS")
+    names = wanted.split(",") if wanted else list(DEVICES)
+    states = ckpt_ops.backends()
+    return [name for name in names if states[name] == "ready"]
+
+
+READY = ready()
+
+
+def pytest_report_header():
+    return [f"ckpt_ops backend {name}: {state}" for name, state in ckpt_ops.backends().items()]
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: needs many GiB or tens of seconds; runs by default where they are there")
+
+
+@pytest.fixture(params=READY)
+def backend(request):
+    """Each ready backend in turn, serving every call of the test that names no other."""
+    with ckpt_ops.use_backend(request.param):
+        yield Backend(request.param, DEVICES[request.param])
+
+
+@pytest.fixture(params=[name for name in READY if name != "reference"] or [pytest.param(None, marks=pytest.mark.skip("no kernel backend"))])
+def fused(request):
+    """Each ready backend that has kernels."""
+    with ckpt_ops.use_backend(request.param):
+        yield Backend(request.param, DEVICES[request.param])
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_nan():
+    """An element that a kernel forgets to write shows as NaN."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@pytest.fixture(autouse=True)
+def fixed_generator():
+    torch.manual_seed(20240229)
+
+
+@pytest.fixture(autouse=True)
+def threads_restored():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

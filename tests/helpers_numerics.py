@@ -1,0 +1,59 @@
+"""The one rule of how close is right, applied to the output and to every named gradient.
+
+Truth is the reference in float64, of the same inputs and the same mask. In dtype d, an op may err at most twice what
+plain torch errs in d (relative root mean square), plus one ulp of d. Plain torch gets its mask from the numpy Philox.
+"""
+
+import torch
+
+import ckpt_ops
+from helpers_ops import make, run, upstream
+from helpers_philox import multiplier
+
+SEED = -7_046_029_254_386_353_131  # negative, all bits in use
+
+
+def error(result, truth):
+    """Relative root mean square error; 0 for equal ones (empty ones, all zeros)."""
+    truth, result = truth.double(), result.double()
+    difference = torch.linalg.vector_norm(result - truth).item()
+    return difference / torch.linalg.vector_norm(truth).item() if difference != 0 else 0.0
+
+
+def doubles(tensors):
+    return {n: t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t for n, t in tensors.items()}
+
+
+def assert_close(op, tensors, p=0.0, seed=SEED, stream=0, origin=(0, 0, 0), shape=None):
+    """Applies the rule to `op` on `tensors`, on the backend in force."""
+    x = next(iter(tensors.values()))
+    random = dict(p=p, seed=seed, stream=stream, origin=origin)
+    ours = op.ours(tensors, **random)
+    grads = upstream(op, ours)
+    ours = run(op, tensors, random, grads)
+    with ckpt_ops.use_backend("reference"):
+        truth = run(op, doubles(tensors), random, grads)
+    m = 1.0
+    if op.random and p != 0:
+        m = multiplier(op.mask_shape(shape or op.shape), p, seed, x.dtype, x.device, stream=stream, origin=origin)
+    plain = run(op, tensors, dict(m=m), grads, call=op.plain)
+    assert ours.keys() == truth.keys() == plain.keys()
+    for name, true in truth.items():
+        check_form(op, name, ours[name], tensors, x.dtype)
+        mine, theirs = error(ours[name], true), error(plain[name], true)
+        allowed = 2 * theirs + torch.finfo(x.dtype).eps
+        assert mine <= allowed, f"{op} {name} {x.dtype}: error {mine:.3g}, allowed {allowed:.3g} (plain torch: {theirs:.3g})"
+
+
+def check_form(op, name, result, tensors, dtype):
+    """An output is contiguous and of x's dtype; a gradient has its input's shape and dtype."""
+    if name in op.outputs:
+        assert result.dtype == dtype and result.is_contiguous(), f"{op} {name}: {result.dtype}, strides {result.stride()}"
+    else:
+        source = tensors[name[1:]]
+        assert (result.dtype, result.shape) == (source.dtype, source.shape), f"{op} {name}: {result.dtype} {result.shape}"
+
+
+def assert_close_for(op, shape, dtype, device, p=0.0, **options):
+    """assert_close on made-up inputs; options as in helpers_ops.make."""
+    assert_close(op, make(op, shape, dtype, device, **options), p, shape=shape)
