@@ -1,0 +1,178 @@
+// Tensors as rows, work as stretches of rows over all threads. Nothing here depends on the number of threads.
+#pragma once
+#include "draws.h"
+#include "../common/check.h"
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <algorithm>
+#include <sys/mman.h>
+#include <vector>
+
+#define CKPT_DISPATCH(x, name, ...) \
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, (x).scalar_type(), name, [&] { __VA_ARGS__ })
+
+namespace ckpt {
+
+// Page faults on a large fresh tensor cost more than its arithmetic: ask for huge pages before the first write.
+inline at::Tensor fresh(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  at::Tensor t = at::empty(sizes, options);
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t page = 4096;
+  if (t.nbytes() >= (size_t(4) << 20)) {
+    uintptr_t begin = (reinterpret_cast<uintptr_t>(t.data_ptr()) + page - 1) & ~(page - 1);
+    uintptr_t end = (reinterpret_cast<uintptr_t>(t.data_ptr()) + t.nbytes()) & ~(page - 1);
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  }
+#endif
+  return t;
+}
+
+inline at::Tensor fresh_like(const at::Tensor& x) {
+  return fresh(x.sizes(), at::TensorOptions().dtype(x.scalar_type()).device(x.device()));
+}
+
+inline at::TensorOptions statistics_options(const at::Tensor& x) {
+  return at::TensorOptions().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).device(x.device());
+}
+
+// A tensor as M rows of N elements: unit stride within a row, one stride between rows; a copy where that needs one.
+template <typename T>
+struct Rows {
+  at::Tensor owner;
+  const T* data;
+  int64_t stride;
+  const T* operator[](int64_t row) const { return data + row * stride; }
+};
+
+inline bool rows_in_place(const at::Tensor& x, int64_t inner, int64_t* stride) {
+  int64_t next = 1;  // the last `inner` dimensions must be contiguous
+  int64_t d = x.dim() - 1;
+  for (; d >= x.dim() - inner; --d) {
+    if (x.size(d) != 1 && x.stride(d) != next) return false;
+    next *= x.size(d);
+  }
+  *stride = next;
+  bool first = true;  // the leading ones must step evenly
+  for (; d >= 0; --d) {
+    if (x.size(d) == 1) continue;
+    if (first) *stride = next = x.stride(d);
+    else if (x.stride(d) != next) return false;
+    first = false;
+    next *= x.size(d);
+  }
+  return true;
+}
+
+template <typename T>
+Rows<T> rows_of(const at::Tensor& x, int64_t inner = 1) {
+  int64_t stride = 1;
+  at::Tensor owner = rows_in_place(x, inner, &stride) ? x : x.contiguous();
+  if (!owner.is_same(x)) rows_in_place(owner, inner, &stride);
+  return {owner, owner.const_data_ptr<T>(), stride};
+}
+
+// The mask of a call on a tensor of these sizes: its constants, and the two dimensions that a row index falls into.
+struct RowMask : Mask {
+  int64_t rows = 1;  // rows a plane
+  bool draws = false, zero = false;
+
+  RowMask(const OptionalTensor& seed, double p, int64_t stream_, at::IntArrayRef origin, at::IntArrayRef sizes) {
+    rows = sizes.size() > 1 ? sizes[sizes.size() - 2] : 1;
+    zero = p == 1;
+    draws = p > 0 && p < 1;
+    if (!draws) return;
+    uint64_t s = uint64_t(*seed->const_data_ptr<int64_t>());
+    key0 = uint32_t(s), key1 = uint32_t(s >> 32), stream = uint32_t(stream_);
+    threshold = mask_threshold(p), scale = mask_scale(threshold);
+    plane0 = origin[0], row0 = origin[1], col0 = origin[2];
+  }
+
+  // Draws of columns [col, col + n) of flat row m.
+  const uint16_t* draw(int64_t m, int64_t col, int64_t n, uint16_t* buffer) const {
+    return draw_row(*this, uint32_t(plane0 + m / rows), uint32_t(row0 + m % rows), uint64_t(col0 + col), n, buffer);
+  }
+};
+
+// step(c, n, keep) for columns [c, c + n) of row m, n <= 8, over [c0, c1); keep is all ones where nothing is drawn.
+template <typename F>
+inline void masked_steps(const RowMask& mask, int64_t m, int64_t c0, int64_t c1, const F& step) {
+  uint16_t buffer[kDrawBuffer];
+  const I8 threshold = I8{} + int32_t(mask.threshold), all = ~I8{};
+  for (int64_t s = c0; s < c1; s += kStretch) {
+    const int64_t n = std::min(kStretch, c1 - s);
+    const uint16_t* d = mask.draws ? mask.draw(m, s, n, buffer) : nullptr;
+    int64_t c = 0;
+    for (; c + kLanes <= n; c += kLanes) step(s + c, int64_t(kLanes), d ? at_least(d + c, threshold) : all);
+    if (c < n) step(s + c, n - c, d ? at_least(d + c, threshold) : all);
+  }
+}
+
+inline int64_t columns_of(const at::Tensor& x) { return x.dim() ? x.size(-1) : 1; }
+inline int64_t rows_in(const at::Tensor& x) { return x.numel() ? x.numel() / columns_of(x) : 0; }
+
+// body(m, c0, c1) for every row m and every piece [c0, c1) of its columns.
+template <typename F>
+void for_each_piece(int64_t M, int64_t C, const F& body) {
+  constexpr int64_t piece = 8 * kStretch, grain = 32768;  // elements
+  if (M == 0 || C == 0) return;
+  int64_t pieces = (C + piece - 1) / piece;
+  at::parallel_for(0, M * pieces, std::max<int64_t>(1, grain / std::min(C, piece)), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      int64_t c0 = i % pieces * piece;
+      body(i / pieces, c0, std::min(C, c0 + piece));
+    }
+  });
+}
+
+// Sums over rows in two stages: blocks of rows that depend on the shape alone, then the blocks in order.
+struct RowBlocks {
+  int64_t M, rows, count;
+  explicit RowBlocks(int64_t M_) : M(M_), rows(std::max<int64_t>(16, (M_ + 63) / 64)), count((M_ + rows - 1) / rows) {}
+
+  // body(block, m0, m1)
+  template <typename F>
+  void for_each(const F& body) const {
+    at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) body(b, b * rows, std::min(M, (b + 1) * rows));
+    });
+  }
+};
+
+// Column sums: one partial row a block, or nothing where they are not wanted.
+template <typename A>
+struct ColumnSums {
+  bool wanted;
+  int64_t width, blocks;
+  std::vector<A> partial;
+  ColumnSums(bool wanted_, int64_t blocks_, int64_t width_)
+      : wanted(wanted_), width(width_), blocks(blocks_), partial(wanted_ ? size_t(width_ * blocks_) : 0, A(0)) {}
+  A* of(int64_t block) { return wanted ? partial.data() + block * width : nullptr; }
+
+  at::Tensor total(at::IntArrayRef sizes, const at::TensorOptions& options) const {
+    if (!wanted) return at::empty({0}, options);
+    at::Tensor sum = at::zeros(sizes, options);
+    A* out = sum.data_ptr<A>();
+    at::parallel_for(0, width, 1024, [&](int64_t begin, int64_t end) {
+      for (int64_t b = 0; b < blocks; ++b) {
+        const A* p = partial.data() + b * width;
+        for (int64_t c = begin; c < end; ++c) out[c] += p[c];
+      }
+    });
+    return sum;
+  }
+};
+
+// A parameter as the type that kernels compute in; an empty vector where there is none.
+template <typename A>
+std::vector<A> widened(const OptionalTensor& t, double offset = 0) {
+  if (!given(t)) return {};
+  at::Tensor wide = t->to(c10::CppTypeToScalarType<A>::value).contiguous();
+  std::vector<A> v(wide.const_data_ptr<A>(), wide.const_data_ptr<A>() + wide.numel());
+  if (offset != 0)
+    for (A& e : v) e += A(offset);
+  return v;
+}
+
+}  // namespace ckpt
