@@ -3,6 +3,12 @@
 Forward keeps seeds and statistics, fused backward kernels regenerate the rest.
 """
 
+import os
+
+# Installed, triton_kernels/ lies inside the package; in a clone, beside it.
+if not os.path.isdir(os.path.join(__path__[0], "triton_kernels")):
+    __path__.append(os.path.dirname(__path__[0]))
+
 from . import functional, memory, nn, seeds
 from .dispatch import backends, use_backend
 from .functional import *  # noqa: F403

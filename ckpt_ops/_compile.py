@@ -41,10 +41,11 @@ def headers():
 
 def compile_flags(variant):
     """Flags beyond those that torch.utils.cpp_extension adds (-std, include folders of torch)."""
-    flags = ["-O3", "-fvisibility=hidden", "-Wno-psabi", f'-DCKPT_OPS_ISA="{variant}"', *VARIANTS[variant], *_openmp()]
     if sanitizer := os.environ.get("CKPT_OPS_SANITIZE"):
-        flags += [f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer", "-O1", "-g"]
-    return flags
+        level = [f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer", "-O1", "-g"]
+    else:
+        level = ["-O3", "-g0"]  # Python's own flags ask for -g: a fifth more time and 15 times the size
+    return [*level, "-fvisibility=hidden", "-Wno-psabi", f"-DCKPT_OPS_ISA={variant}", *VARIANTS[variant], *_openmp()]
 
 
 def link_flags():

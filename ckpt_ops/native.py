@@ -12,7 +12,9 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -25,6 +27,7 @@ _PACKAGE = Path(__file__).parent
 _extension = None  # the loaded module
 _reason = None  # why there is none, once that is settled
 _settled = False
+_lock = threading.Lock()
 
 
 @torch.compiler.assume_constant_result
@@ -103,10 +106,12 @@ def _publish(module):
 def _settle():
     """Compiles and loads, or records for good why not."""
     global _reason, _settled
-    problem = _jit_problem() or _compile_on_first_use()
-    _settled = True
-    if problem:
-        _reason = _both(problem)
+    with _lock:
+        if _settled:  # by another thread, while this one waited
+            return
+        if problem := _jit_problem() or _compile_on_first_use():
+            _reason = _both(problem)
+        _settled = True
 
 
 @functools.cache
@@ -123,15 +128,17 @@ def _jit_problem():
     if problem := _compile.compiler_problem():
         return f"it cannot be compiled on first use: {problem}"
     with _compile.scripts_on_path():
-        if not torch.utils.cpp_extension.is_ninja_available():
+        if shutil.which("ninja") is None:
             return "it cannot be compiled on first use without ninja (pip install ninja)"
     return None
 
 
 def _compile_on_first_use():
     """Compiles the best variant into torch's extension cache, once a machine. Returns what went wrong, or None."""
-    from torch.utils import cpp_extension
-
+    try:
+        from torch.utils import cpp_extension  # slow to import, and needs setuptools
+    except ImportError as error:
+        return f"it cannot be compiled on first use: {error}"
     variant = instruction_sets()[0]
     name = re.sub(r"\W", "_", f"ckpt_ops_{variant}_{torch.__version__}_{_compile.fingerprint(variant)}")
     folder = Path(cpp_extension._get_build_directory(name, verbose=False))

@@ -9,10 +9,16 @@
 
 #include "math/philox.h"
 
+// A quoted define would have to survive a shell or not, depending on who builds.
+#define CKPT_TEXT_OF(x) #x
+#define CKPT_TEXT(x) CKPT_TEXT_OF(x)
+
 namespace {
 
+const char* instruction_set() { return CKPT_TEXT(CKPT_OPS_ISA); }
+
 std::map<std::string, std::string> build_info() {
-  return {{"torch", TORCH_VERSION}, {"compiler", __VERSION__}, {"isa", CKPT_OPS_ISA}};
+  return {{"torch", TORCH_VERSION}, {"compiler", __VERSION__}, {"isa", instruction_set()}};
 }
 
 std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
@@ -25,6 +31,6 @@ std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, std::array<uint3
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("build_info", &build_info, "The torch version, compiler and instruction set this library was built for.");
-  m.def("instruction_set", [] { return CKPT_OPS_ISA; });
+  m.def("instruction_set", &instruction_set, "The instruction set this library was compiled for: \"avx2\" or \"default\".");
   m.def("philox", &philox, "Four words of Philox4x32-7 for a counter of 4 and a key of 2 words.");
 }

@@ -1,0 +1,65 @@
+# Every target sets up what it needs: a virtual environment, torch, the compiled extension. `make help` lists them.
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+ARGS   ?=
+
+BIN := .venv/bin
+# Objects and stamps stay in build/ and .venv/: a second run compiles only what changed.
+TORCH_STAMP := .venv/.torch-$(shell printf %s '$(TORCH)' | tr -c 'A-Za-z0-9.' _)
+SOURCES := $(wildcard csrc/*/*.h csrc/*/*.cpp) setup.py ckpt_ops/_compile.py
+# The one instruction set that this machine will load, where all of them are not needed.
+BEST := $(shell grep -qsw avx2 /proc/cpuinfo && echo avx2 || echo default)
+
+ASAN := build/asan
+ASAN_PRELOAD = $(shell $${CXX:-c++} -print-file-name=libasan.so) $(shell $${CXX:-c++} -print-file-name=libstdc++.so.6)
+
+.PHONY: help demo test test-asan lint bench clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@echo 'ARGS="..." is passed on to demo, test and bench; TORCH="torch==X" picks another torch, PYTHON another Python.'
+
+demo: .venv/.built-best  ## trains a small GPT with torch's layers and with ours: time, memory, loss
+	$(BIN)/python -m ckpt_ops demo $(ARGS)
+
+test: .venv/.built  ## the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+test-asan: .venv/.package  ## the op tests on an extension with the address sanitizer
+	CKPT_OPS_SANITIZE=address CKPT_OPS_VARIANTS=$(BEST) $(BIN)/python setup.py -q build --build-base $(ASAN) --build-lib $(ASAN)/lib
+	LD_PRELOAD="$(ASAN_PRELOAD)" ASAN_OPTIONS=detect_leaks=0 CKPT_OPS_SANITIZE=address CKPT_OPS_JIT=0 \
+		$(BIN)/python -m pytest -o pythonpath=". $(ASAN)/lib" tests/ops $(ARGS)
+
+lint: .venv/.package  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: .venv/.built-best  ## every op against its peers
+	$(BIN)/python -m bench $(ARGS)
+
+clean:  ## removes what was built, not .venv
+	rm -rf build dist *.egg-info ckpt_ops/*.so ckpt_ops/_build_info.json .venv/.built .venv/.built-best
+
+.venv/.python:
+	$(PYTHON) -m venv .venv
+	touch $@
+
+$(TORCH_STAMP): .venv/.python
+	$(BIN)/python -m pip install -q "setuptools>=77" numpy ninja "$(TORCH)"
+	rm -f .venv/.torch-* && touch $@
+
+# An isolated build is pure Python, hence quick; the extension follows, compiled in place.
+.venv/.package: $(TORCH_STAMP) pyproject.toml
+	$(BIN)/python -m pip install -q -e '.[dev]'
+	touch $@
+
+.venv/.built: .venv/.package $(SOURCES)
+	@echo "compiling the kernels for every instruction set: a few minutes, once"
+	$(BIN)/python setup.py -q build_ext --inplace
+	touch $@ .venv/.built-best
+
+.venv/.built-best: .venv/.package $(SOURCES)
+	@echo "compiling the kernels for $(BEST): a minute or two, once"
+	CKPT_OPS_VARIANTS=$(BEST) $(BIN)/python setup.py -q build_ext --inplace
+	touch $@
