@@ -49,7 +49,7 @@ struct Rows {
 inline bool rows_in_place(const at::Tensor& x, int64_t inner, int64_t* stride) {
   int64_t next = 1;  // the last `inner` dimensions must be contiguous
   int64_t d = x.dim() - 1;
-  for (; d >= x.dim() - inner; --d) {
+  for (; d >= std::max<int64_t>(0, x.dim() - inner); --d) {
     if (x.size(d) != 1 && x.stride(d) != next) return false;
     next *= x.size(d);
   }

@@ -128,7 +128,8 @@ inline D8 step(D8 x) { return (D8)((L8)splat(1.0) & (x > 0.0)); }
 inline F8 larger(F8 a, F8 b) { return a > b ? a : b; }
 inline D8 larger(D8 a, D8 b) { return a > b ? a : b; }
 
-// e^x to 1 ulp: x = n ln 2 + r, a Taylor polynomial in r, n added to the exponent. Results below 2^-126 are 0.
+// e^x to about 1 ulp: x = n ln 2 + r, a Taylor polynomial in r (short chains, not Horner's long one), n added to the
+// exponent. Results below 2^-126 are 0.
 inline F8 exp_of(F8 x) {
   const float magic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, which then sits in the low bits
   I8 under = x < -87.33654f, over = x > 88.72283f;
@@ -136,13 +137,9 @@ inline F8 exp_of(F8 x) {
   F8 n = shifted - magic;
   F8 r = x - n * 0.693359375f;
   r = r - n * -2.12194440e-4f;
-  F8 p = splat(1.9841270e-4f);
-  p = p * r + 1.3888889e-3f;
-  p = p * r + 8.3333333e-3f;
-  p = p * r + 4.1666667e-2f;
-  p = p * r + 1.6666667e-1f;
-  p = p * r + 0.5f;
-  p = p * (r * r) + r + 1.f;
+  F8 r2 = r * r;
+  F8 p = (r * 1.6666667e-1f + 0.5f) + r2 * (r * 8.3333333e-3f + 4.1666667e-2f) + (r2 * r2) * (r * 1.9841270e-4f + 1.3888889e-3f);
+  p = p * r2 + (r + 1.f);
   // 2^n in two factors: n may be 128, whose own power does not exist.
   I8 whole = (I8)shifted - (I8)splat(magic), half = whole >> 1;
   F8 y = p * (F8)((half + 127) << 23) * (F8)((whole - half + 127) << 23);
@@ -165,15 +162,10 @@ inline D8 normal_pdf(D8 x) { return exp_of(x * x * -0.5) * 0.3989422804014327; }
 inline F8 normal_cdf(F8 x) {
   F8 z = (F8)((I8)x & 0x7fffffff);
   F8 t = 1.f / (1.f + 0.285f * z);
-  F8 p = splat(0.024569547703358452f);
-  p = p * t + -0.08659240183556136f;
-  p = p * t + 0.07391791552737234f;
-  p = p * t + 0.0034986828731578892f;
-  p = p * t + 0.06757862934573643f;
-  p = p * t + 0.08512525649865571f;
-  p = p * t + 0.1045053422945815f;
-  p = p * t + 0.11369857457891733f;
-  p = p * t + 0.11369853205444372f;
+  F8 t2 = t * t, t4 = t2 * t2;
+  F8 p = (t * 0.11369857457891733f + 0.11369853205444372f) + t2 * (t * 0.08512525649865571f + 0.1045053422945815f) +
+         t4 * ((t * 0.0034986828731578892f + 0.06757862934573643f) + t2 * (t * -0.08659240183556136f + 0.07391791552737234f) +
+               t4 * 0.024569547703358452f);
   F8 tail = p * t * exp_of(x * x * -0.5f);
   return x < 0.f ? tail : 1.f - tail;
 }
