@@ -62,7 +62,7 @@ def _facts():
     here = machine()
     yield "torch", torch.__version__ + (f", CUDA {torch.version.cuda}" if torch.version.cuda else ", CPU build")
     yield "python", f"{here['python']} on {here['system']}"
-    yield "processor", f"{here['processor']}, {here['cores']} cores, {here['threads']} torch threads"
+    yield "processor", f"{here['processor']}, {here['cores']} cores, torch threads: {here['threads']}"
     yield "instruction set", torch.backends.cpu.get_cpu_capability()
     if torch.cuda.is_available():
         yield "GPU", torch.cuda.get_device_name()

@@ -17,11 +17,11 @@ class BadOption(ValueError):
 @dataclass(frozen=True)
 class Settings:
     layers: int = 4
-    hidden: int = 256
-    heads: int = 8
-    context: int = 512
-    batch: int = 4
-    steps: int = 25
+    hidden: int = 128
+    heads: int = 4
+    context: int = 1024
+    batch: int = 2
+    steps: int = 30
     dropout: float = 0.1
     dtype: str = "float32"
     device: str = "cpu"

@@ -14,7 +14,7 @@ _LOOK = {
 }
 
 
-def save(path, results):
+def save(path, results, caption):
     figure = Figure(figsize=(12, 5), layout="constrained")
     memory, loss = figure.subplots(1, 2)
     _memory_against_time(memory, results)
@@ -23,6 +23,7 @@ def save(path, results):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)
+    figure.supxlabel(caption, fontsize=8, color="#7f8c8d")
     figure.savefig(path, dpi=150)
 
 

@@ -18,15 +18,21 @@ COUNTED = (
 )
 
 
-def print_heading(console, settings, text):
+def caption(settings):
+    """What was trained on what, in a line."""
     here = machine()
-    source = escape(str(settings.text or "the standard library of Python " + here["python"]))
+    return (
+        f"byte-level GPT, {settings.layers} layers, {settings.hidden} wide, {settings.heads} heads; "
+        f"dropout {settings.dropout}; {settings.batch} x {settings.context} bytes a step; {settings.dtype}, {settings.device}; "
+        f"{here['processor']}, torch threads: {here['threads']}"
+    )
+
+
+def print_heading(console, settings, text):
+    source = escape(str(settings.text or "the sources of Python's standard library"))
+    console.print(f"[bold]ckpt_ops demo[/]: {caption(settings)}", highlight=False)
     console.print(
-        f"[bold]ckpt_ops demo[/]: a byte-level GPT, {settings.layers} layers, {settings.hidden} wide, {settings.heads} heads, "
-        f"dropout {settings.dropout}; {settings.batch} x {settings.context} bytes a step; {settings.dtype}.\n"
-        f"Text: {source} ({len(text) / 1e6:.1f} MB). Machine: {here['processor']}, {here['threads']} threads; "
-        f"ckpt_ops on its {serving_backend(settings)} backend.",
-        highlight=False,
+        f"Text: {source}, {len(text) / 1e6:.1f} MB. Backend of ckpt_ops: {serving_backend(settings)}.", highlight=False
     )
 
 
@@ -103,13 +109,13 @@ def _exactness_line(settings, exactness):
         return "Exactness: not compared, because ckpt_ops was not trained or has no kernels here."
     difference = exactness.largest_difference
     line = (
-        f"Exactness: over {len(exactness.ours)} steps of one sequence, the loss on the {exactness.backend} kernels and in "
-        f"plain torch with the same masks differs by at most {difference:.1e}"
+        f"Exactness: over {len(exactness.ours)} training steps on 1 x {exactness.context} bytes, the loss on the "
+        f"{exactness.backend} kernels and in plain torch with the same masks differs by at most {difference:.1e}"
     )
     if settings.dtype != "float32":
         return f"{line} (in {settings.dtype}; loss near {exactness.ours[-1]:.1f})."
     verdict = "[green]within[/]" if difference <= EXACT_LIMIT else "[red]NOT within[/]"
-    return f"{line}, {verdict} {EXACT_LIMIT:.0e}."
+    return f"{line}, {verdict} {EXACT_LIMIT:g}."
 
 
 def _summary(results):

@@ -22,10 +22,10 @@ def run(settings):
             results = [_train(name, settings, batches, progress) for name in settings.variants]
             exactness = _exactness(settings, text, progress) if "ours" in settings.variants else None
         content = report.content(settings, results, exactness)
-    settings.out.mkdir(parents=True, exist_ok=True)
-    written = settings.out / "demo.png", settings.out / "demo.json"
-    picture.save(written[0], results)
-    report.save(written[1], content)
+        settings.out.mkdir(parents=True, exist_ok=True)
+        written = settings.out / "demo.png", settings.out / "demo.json"
+        picture.save(written[0], results, report.caption(settings))
+        report.save(written[1], content)
     report.print_results(console, settings, results, exactness, written)
     return content
 

@@ -13,6 +13,7 @@ from .variants import VARIANTS, build
 
 WARMUP_STEPS = 3  # not timed: allocator, caches and thread pool settle
 EXACT_STEPS = 20
+EXACT_CONTEXT = 256  # the reference materialises every mask and every score: one short sequence a step is enough
 EXACT_LIMIT = 1e-4  # float32; a loss near 5 is rounded to 5e-7
 
 
@@ -61,6 +62,7 @@ class Exactness:
     """Loss curves of ours on its kernels and on the reference backend."""
 
     backend: str
+    context: int
     ours: list
     reference: list
 
@@ -70,12 +72,9 @@ class Exactness:
 
 
 def exactness(settings, text, after_step=lambda: None):
-    """Trains ours twice with the same seeds, so the same masks: on the kernels, and in plain torch on the reference backend.
-
-    One sequence a step: the reference materialises every mask and every score.
-    """
-    steps = min(EXACT_STEPS, settings.steps)
-    data = batches(text, 1, settings.context, steps, settings.seed)
+    """Trains ours twice with the same seeds, so the same masks: on the kernels, and in plain torch on the reference backend."""
+    steps, context = min(EXACT_STEPS, settings.steps), min(EXACT_CONTEXT, settings.context)
+    data = batches(text, 1, context, steps, settings.seed)
     backend = serving_backend(settings)
     curves = {backend: [], "reference": []}
     for name, losses in curves.items():
@@ -83,7 +82,7 @@ def exactness(settings, text, after_step=lambda: None):
             for loss, _ in _steps(build("ours", settings), settings, data):
                 losses.append(loss)
                 after_step()
-    return Exactness(backend, curves[backend], curves["reference"])
+    return Exactness(backend, context, curves[backend], curves["reference"])
 
 
 def serving_backend(settings):
