@@ -20,6 +20,7 @@ class Op:
     shapes: Callable  # shape -> {input's name: its shape}; a parameter may be left out of the tensors
     ours: Callable  # (tensors, **random) -> tuple of outputs; random: p, seed, stream, origin, generator
     plain: Callable  # (tensors, m) -> the same in plain torch; m: mask * scale in the tensors' dtype
+    backwards: Callable | None = None  # `plain` with every sum in the other order
     shape: tuple = (6, 40)  # a small one
     outputs: tuple = ("y",)
     random: bool = True
@@ -27,6 +28,14 @@ class Op:
 
     def __str__(self):
         return self.name
+
+    def plain_reversed(self, t, m):
+        """Plain torch again, with its sums in the opposite order: equally right, other rounding."""
+        if self.backwards:
+            return self.backwards(t, m)
+        flipped = {n: x.flip(tuple(range(x.dim()))) for n, x in t.items()}
+        outputs = self.plain(flipped, m if isinstance(m, float) else m.flip(tuple(range(m.dim()))))
+        return tuple(o.flip(tuple(range(o.dim()))) for o in outputs)
 
 
 def _rows(*names):
@@ -156,27 +165,35 @@ def _attention_shapes(shape):
     }
 
 
+def _seen(t, causal):
+    """The attention mask of a call as torch's one argument."""
+    q, mask = t["q"], t.get("attn_mask")
+    queries, keys = q.shape[-2], t["k"].shape[-2]
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
+    if causal:
+        seen = seen.tril(keys - queries if causal == "lower_right" else 0)
+    if mask is None:
+        return seen
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
+
+
+def _attention_math(q, k, v, mask, m):
+    group, keys = q.shape[1] // k.shape[1], k.shape[-2]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    # torch's own math path with the identity as v gives the probabilities, so that the mask can be multiplied in
+    eye = torch.eye(keys, dtype=q.dtype, device=q.device).expand(*k.shape[:2], keys, keys)
+    return (torch.ops.aten._scaled_dot_product_attention_math(q, k, eye, mask)[0] * m) @ v
+
+
 def _plain_attention(causal):
+    return lambda t, m: (_attention_math(t["q"], t["k"], t["v"], _seen(t, causal), m),)
+
+
+def _reversed_attention(causal):
     def plain(t, m):
-        q, k, v = t["q"], t["k"], t["v"]
-        mask = t.get("attn_mask")
-        queries, keys = q.shape[-2], k.shape[-2]
-        seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
-        if causal:
-            seen = seen.tril(keys - queries if causal == "lower_right" else 0)
-        if mask is None:
-            mask = seen
-        elif mask.dtype == torch.bool:
-            mask = mask & seen
-        else:
-            mask = mask.masked_fill(~seen, -torch.inf)
-        group = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-        # torch's own math path: p = 0 gives the probabilities' product with v; with the identity as v, they come out
-        # and the mask can be multiplied in.
-        eye = torch.eye(keys, dtype=q.dtype, device=q.device).expand(*k.shape[:2], keys, keys)
-        probabilities = torch.ops.aten._scaled_dot_product_attention_math(q, k, eye, mask)[0]
-        return ((probabilities * m) @ v,)
+        q, k, v = t["q"].flip(-1, -2), t["k"].flip(-1, -2), t["v"].flip(-2)
+        mask = _seen(t, causal).flip(-1, -2)
+        return (_attention_math(q, k, v, mask, m if isinstance(m, float) else m.flip(-1, -2)).flip(-2),)
 
     return plain
 
@@ -192,6 +209,7 @@ def attention_op(causal=None, shape=(2, 2, 2, 9, 11, 8, 8)):
             ),
         ),
         _plain_attention(causal),
+        _reversed_attention(causal),
         shape=shape,
         mask_shape=lambda s: (s[0], s[1], s[3], s[4]),
     )
@@ -269,7 +287,8 @@ def run(op, tensors, random=None, grads=None, call=None):
     wrt = {name: t for name, t in tensors.items() if t.requires_grad}
     result = {name: o.detach() for name, o in zip(op.outputs, outputs)}
     if wrt:
-        grad_outputs = [grads[name].to(o.dtype) for name, o in zip(op.outputs, outputs)]
-        for name, grad in zip(wrt, torch.autograd.grad(outputs, list(wrt.values()), grad_outputs)):
+        ends = [(o, grads[name].to(o.dtype)) for name, o in zip(op.outputs, outputs) if o.requires_grad]
+        roots, root_grads = zip(*ends)
+        for name, grad in zip(wrt, torch.autograd.grad(roots, list(wrt.values()), root_grads)):
             result["d" + name] = grad
     return result

@@ -87,7 +87,7 @@ def vmap_by_sample(function, info, in_dims, args):
     """
     outputs = []
     for i in range(info.batch_size):
-        sample = [a if d is None else a.select(d, i) for a, d in zip(args, in_dims)]
+        sample = [a.select(d, i) if isinstance(d, int) else a for a, d in zip(args, in_dims)]  # d of a tuple is a tuple
         outputs.append(function.apply(*sample))
     if isinstance(outputs[0], tuple):
         return tuple(torch.stack(parts) for parts in zip(*outputs)), (0,) * len(outputs[0])

@@ -9,7 +9,7 @@ from helpers_numerics import SEED, assert_close_for
 from helpers_ops import ACT_DROPOUTS, DTYPES, LAYOUTS
 
 GELU = ACT_DROPOUTS[0]
-SHAPES = [(1,), (7,), (0, 5), (5, 0), (1, 1), (3, 1), (31, 33), (2, 3, 65), (70_001, 3), (3, 1009)]
+SHAPES = [(1,), (7,), (0, 5), (5, 0), (1, 1), (11, 1), (31, 33), (2, 3, 65), (70_001, 3), (3, 1009)]
 acts = pytest.mark.parametrize("op", ACT_DROPOUTS, ids=str)
 
 

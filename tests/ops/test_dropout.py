@@ -10,7 +10,7 @@ from helpers_numerics import SEED, assert_close_for
 from helpers_ops import DROPOUT, DTYPES, LAYOUTS, relayout
 from helpers_philox import scale, torch_mask
 
-SHAPES = [(), (1,), (7,), (0,), (0, 5), (5, 0), (1, 1), (3, 1), (31, 33), (2, 3, 65), (2, 2, 2, 37), (4099, 8), (3, 1009)]
+SHAPES = [(), (1,), (7,), (0,), (0, 5), (5, 0), (1, 1), (11, 1), (31, 33), (2, 3, 65), (2, 2, 2, 37), (4099, 8), (3, 1009)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

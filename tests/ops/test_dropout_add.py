@@ -8,7 +8,7 @@ from helpers_numerics import SEED, assert_close_for
 from helpers_ops import DROPOUT_ADD, DTYPES, LAYOUTS
 from helpers_philox import torch_mask
 
-SHAPES = [(1,), (7,), (0, 5), (5, 0), (1, 1), (3, 1), (31, 33), (2, 3, 65), (70_001, 3), (3, 1009)]
+SHAPES = [(1,), (7,), (0, 5), (5, 0), (1, 1), (11, 1), (31, 33), (2, 3, 65), (70_001, 3), (3, 1009)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
