@@ -59,7 +59,7 @@ def measure(options, console):
     facts = machine.facts(options.device)
     console.print(machine.line(facts), style="dim")
     chosen = selected(options)
-    min_time = options.min_time or (0.8 if options.must_show else 0.15)
+    min_time = options.min_time or (1.0 if options.must_show else 0.15)
     bar = Progress(
         TextColumn("{task.description:<48}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     )
@@ -76,6 +76,8 @@ def measure(options, console):
                 modes=(runner.BOTH,) if options.must_show else runner.MODES,
                 progress=lambda text: bar.update(task, description=text),
                 min_time=min_time,
+                warmup=2 if options.must_show else 1,  # on top of the calls that count bytes
+                min_calls=7 if options.must_show else 3,
             )
             bar.advance(task)
     return report.document(facts, copy_bandwidth, rows, absent)

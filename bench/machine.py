@@ -11,6 +11,8 @@ import sys
 
 import torch
 
+from ckpt_ops import native
+
 THP = "THP_MEM_ALLOC_ENABLE"  # set: torch asks for huge pages for every CPU tensor of 2 MiB and more
 
 
@@ -23,8 +25,10 @@ def facts(device):
         "torch": torch.__version__,
         "triton": _version("triton"),
         "torch's instruction set": torch.backends.cpu.get_cpu_capability(),
+        "cpu kernels": native.status(),
         "huge pages for torch's tensors": "on" if huge_pages() else "off",
         "system's huge pages": _chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "load before": f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown",  # others' work on the cores
         "commit": _commit(),
         "date": datetime.date.today().isoformat(),
     }

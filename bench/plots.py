@@ -1,6 +1,7 @@
 """A picture a size, drawn from the JSON: time and kept memory of every provider, torch eager = 1."""
 
 import pathlib
+import textwrap
 
 import matplotlib
 
@@ -10,7 +11,7 @@ from matplotlib.patches import Patch  # noqa: E402
 from matplotlib.ticker import LogLocator, NullFormatter  # noqa: E402
 
 from . import machine  # noqa: E402
-from .report import readable_bytes  # noqa: E402
+from .report import milliseconds, readable_bytes  # noqa: E402
 from .runner import BOTH  # noqa: E402
 
 _COLOURS = {"eager": "#9aa0a6", "compile": "#c58af9", "fused": "#669df6", "reference": "#fdd663"}
@@ -35,7 +36,7 @@ def _figure(rows, doc, size):
     names = list(dict.fromkeys(r["provider"] for r in rows))
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, 1.6 + 0.16 * len(names) * len(cases)), sharey=True)
     left.set_xscale("log")
-    _bars(left, rows, cases, names, "p50", _milliseconds, origin=1)
+    _bars(left, rows, cases, names, "p50", milliseconds, origin=1)
     _bars(right, rows, cases, names, "kept_bytes", readable_bytes, origin=0)
     left.set_xlabel("forward+backward, time / torch eager's (left of 1: faster; labels: ms)")
     right.set_xlabel("bytes kept for backward / torch eager's")
@@ -47,8 +48,10 @@ def _figure(rows, doc, size):
     handles = [Patch(color=_colour(name, names), label=name) for name in names]
     figure.legend(handles=handles, loc="upper right", ncol=len(names), frameon=False)
     figure.suptitle(f"{size} shapes, {rows[0]['dtype']}", x=0.01, ha="left")
-    figure.text(0.01, 0.004, machine.line(doc["machine"]), fontsize=7, color="#5f6368")
-    figure.tight_layout(rect=(0, 0.015, 1, 1))
+    figure.supxlabel(
+        "\n".join(textwrap.wrap(machine.line(doc["machine"]), 250)), x=0.01, ha="left", fontsize=7, color="#5f6368"
+    )
+    figure.tight_layout()
     return figure
 
 
@@ -76,7 +79,3 @@ def _colour(name, names):
     alike = [n for n in names if n.startswith("ours") == name.startswith("ours") and n not in _COLOURS]
     palette = _OURS if name.startswith("ours") else _OTHER
     return palette[alike.index(name) % len(palette)]
-
-
-def _milliseconds(seconds):
-    return f"{seconds * 1e3:.3g}"

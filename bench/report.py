@@ -69,7 +69,13 @@ def _title(row):
 def _time(row):
     if row is None or row["p50"] is None:
         return "-"
-    return f"{row['p50'] * 1e3:.3g} ({row['p20'] * 1e3:.3g}-{row['p80'] * 1e3:.3g})"
+    return f"{milliseconds(row['p50'])} ({milliseconds(row['p20'])}-{milliseconds(row['p80'])})"
+
+
+def milliseconds(seconds):
+    """Three digits, and no exponent."""
+    ms = seconds * 1e3
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
 
 
 def readable_bytes(n):

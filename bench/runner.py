@@ -26,7 +26,7 @@ def run_case(case, providers, device, *, copy_bandwidth, modes=MODES, watch=None
         try:
             forward = provider.bind(case)
             if forward is not None:
-                contenders[provider.name] = _Contender(provider, case, forward, tensors, grad_outputs, device)
+                contenders[provider.name] = _Contender(provider, case, forward, tensors, grad_outputs, device, modes)
         except _REFUSALS as error:
             rows += [_row(case, mode, provider.name, None, error=_first_line(error)) for mode in modes]
     for mode in modes:
@@ -42,7 +42,7 @@ def run_case(case, providers, device, *, copy_bandwidth, modes=MODES, watch=None
 class _Contender:
     """A provider bound to a case, and what it keeps and moves; all just-in-time compilation happens here."""
 
-    def __init__(self, provider, case, forward, tensors, grad_outputs, device):
+    def __init__(self, provider, case, forward, tensors, grad_outputs, device, modes):
         def run_forward():
             forward(*tensors)
 
@@ -56,9 +56,9 @@ class _Contender:
         self.peak = memory.peak(lambda *_: run_both(), *tensors)
         self.opaque = provider.opaque
         if provider.opaque:
-            self.traffic = {m: traffic.lower_bound(forward, tensors, grad_outputs, m == BOTH) for m in MODES}
+            self.traffic = {m: traffic.lower_bound(forward, tensors, grad_outputs, m == BOTH) for m in modes}
         else:
-            self.traffic = {m: traffic.measure(self.runs[m]) for m in MODES}
+            self.traffic = {m: traffic.measure(self.runs[m]) for m in modes}
 
 
 def _timed_row(case, mode, name, contender, time, copy_bandwidth):

@@ -47,7 +47,7 @@ def stopwatch(device):
     return CudaStopwatch() if torch.device(device).type == "cuda" else Stopwatch()
 
 
-def interleaved(runs, watch, *, warmup=3, min_time=0.3, min_calls=5, max_calls=500):
+def interleaved(runs, watch, *, warmup=2, min_time=0.2, min_calls=5, max_calls=500):
     """{name: Timing} of {name: callable}. A round calls each once, in an order drawn anew: nobody always follows the same.
 
     The first `warmup` rounds (allocator, caches, just-in-time compilers) are not counted. Then rounds go on until
