@@ -257,7 +257,7 @@ def make(op, shape=None, dtype=torch.float32, device="cpu", *, param_dtype=None,
     """The op's inputs by name, each needing a gradient unless frozen."""
     g = torch.Generator().manual_seed(1)
     tensors = {}
-    for name, size in op.shapes(shape or op.shape).items():
+    for name, size in op.shapes(op.shape if shape is None else shape).items():
         t = torch.randn(size, generator=g, dtype=torch.float64)
         if name == "weight":
             t = 1 + 0.3 * t.clamp(-3, 3)  # clear of 0, so that save="output" does not fall back
