@@ -1,6 +1,7 @@
 """What a call keeps for backward, and how high memory goes."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -56,14 +57,15 @@ def kept(fn, *args, **kwargs):
     def pack(t):
         if isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter):
             parameters.add(_key(t))
-        saved.setdefault(_key(t), t.detach())  # detached: a kept output must not hold its own graph
-        return t.detach()
+        packed = _Packed(t.detach())  # detached: a kept output must not hold its own graph
+        saved.setdefault(_key(t), packed.tensor)
+        return packed
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
         output = fn(*args, **kwargs)
     keepers = _keepers(output)
     rows = [
-        Row(t.untyped_storage().nbytes(), " + ".join(keepers.get(key, ("?",))), tuple(t.shape), t.dtype, key in parameters)
+        Row(t.untyped_storage().nbytes(), " + ".join(keepers.get(key, _ELSEWHERE)), tuple(t.shape), t.dtype, key in parameters)
         for key, t in saved.items()
     ]
     return Kept(sorted(rows, key=lambda row: -row.bytes), output)
@@ -91,6 +93,13 @@ def peak(fn, *args, **kwargs):
     return highest
 
 
+_ELSEWHERE = ("outside the output's graph",)  # e.g. a checkpoint's inputs
+
+
+class _Packed(NamedTuple):
+    tensor: torch.Tensor
+
+
 def _key(t):
     return t.untyped_storage()._cdata
 
@@ -110,19 +119,20 @@ def _keepers(output):
             continue
         seen.add(node)
         name = node.name().rpartition("::")[2].removesuffix("0").removesuffix("Backward")
-        for t in _saved_by(node):
-            keepers.setdefault(_key(t), []).append(name)
+        for packed in _packed_by(node):
+            keepers.setdefault(_key(packed.tensor), []).append(name)
         todo.extend(next_node for next_node, _ in node.next_functions)
     return {key: sorted(set(names)) for key, names in keepers.items()}
 
 
-def _saved_by(node):
-    if hasattr(node, "saved_tensors"):
-        candidates = node.saved_tensors
-    else:
-        candidates = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-    for value in candidates:
-        yield from _tensors(value)
+def _packed_by(node):
+    """What `kept` packed for this node. The raw values: reading the tensors would run a checkpoint's recomputation."""
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            raw = getattr(node, name)
+            for saved in raw if isinstance(raw, (list, tuple)) else (raw,):
+                if saved is not None and isinstance(saved.data, _Packed):
+                    yield saved.data
 
 
 def _tensors(value):

@@ -68,13 +68,14 @@ def dropout_mask(shape, p, seed, stream=0, origin=(0, 0, 0), *, plane_stride=Non
         plane = plane // shape[-3] * plane_stride + plane % shape[-3]
     plane = (plane + origin[0])[:, None, None]
     row = (torch.arange(rows, device=device) + origin[1])[None, :, None]
-    col = (torch.arange(cols, device=device) + origin[2])[None, None, :]
-    call = 4 * (col // 32) + col % 8 // 2
-    words = philox4x32((call, row, plane, torch.full_like(call, stream)), split_seed(seed.reshape(())))
-    word = col % 32 // 8
-    chosen = torch.where(word < 2, torch.where(word == 0, words[0], words[1]), torch.where(word == 2, words[2], words[3]))
-    draw = (chosen >> (16 * (col % 2))) & 0xFFFF
-    return (draw >= threshold(p)).reshape(shape)
+    first = origin[2] // 32  # whole groups of 32 columns, four calls each
+    groups = (origin[2] + cols + 31) // 32 - first
+    call = torch.arange(4 * first, 4 * (first + groups), device=device)[None, None, :]
+    words = torch.stack(philox4x32((call, row, plane, torch.full_like(call, stream)), split_seed(seed.reshape(()))))
+    words = words.reshape(4, planes, rows, groups, 4).permute(1, 2, 3, 0, 4)  # [plane, row, group, word, call]
+    keep = torch.stack((words & 0xFFFF, words >> 16), -1) >= threshold(p)  # (word, call, half) is the order of columns
+    skip = origin[2] % 32
+    return keep.reshape(planes, rows, 32 * groups)[..., skip : skip + cols].reshape(shape)
 
 
 def masked(x, random, **mask_options):

@@ -21,14 +21,19 @@ CAUSAL = {False: 0, "upper_left": 1, "lower_right": 2}
 
 @fake("attention_fwd")
 def _(q, k, v, attn_mask, causal, scale, seed, p, stream, origin, heads_total):
-    batch, heads, queries, _ = q.shape
-    o = q.new_empty((batch, heads, queries, v.shape[-1]))
-    return o, q.new_empty((batch, heads, queries), dtype=statistics_dtype(q.dtype))
+    o = _heads_inside(q.new_empty((*q.shape[:3], v.shape[-1])))
+    return o, q.new_empty(q.shape[:3], dtype=statistics_dtype(q.dtype))
 
 
 @fake("attention_bwd")
 def _(do, q, k, v, o, lse, attn_mask, causal, scale, seed, p, stream, origin, heads_total):
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    return tuple(_heads_inside(t) for t in (q, k, v))
+
+
+def _heads_inside(t):
+    """Empty, of t's shape [B, H, N, D], laid out as [B, N, H, D]: what a projection writes and reads."""
+    batch, heads, length, size = t.shape
+    return t.new_empty((batch, length, heads, size)).transpose(1, 2)
 
 
 class Attention(torch.autograd.Function):
@@ -76,7 +81,8 @@ def scaled_dot_product_attention(
             head h0 passes origin=(b0 * heads_total + h0, row0, col0).
         seed, stream, origin, generator, backend: as in `dropout`.
 
-    Returns: [..., Hq, Nq, Dv], contiguous, in the query's dtype (under autocast the autocast dtype, as torch's).
+    Returns: [..., Hq, Nq, Dv] in the query's dtype (under autocast the autocast dtype, as torch's); laid out in memory as
+        [..., Nq, Hq, Dv], so that transpose(-3, -2).flatten(-2) is a view.
     Kept for backward: query, key, value, the result, 4 bytes a query row (8 for float64), the seed (8 bytes).
     Raises: TypeError, ValueError for bad input; RuntimeError if a named backend cannot serve, or for a second derivative.
     Source: Dao, arXiv:2307.08691.

@@ -21,6 +21,11 @@ void for_each_item(int64_t items, const F& body) {
 // Tile `t` of `count`, so that a stretch of t has long and short causal rows alike.
 int64_t balanced(int64_t t, int64_t count) { return t % 2 ? count - 1 - t / 2 : t / 2; }
 
+// [B, H, N, D], laid out as [B, N, H, D]: what a projection writes and reads.
+at::Tensor heads_inside(int64_t B, int64_t H, int64_t N, int64_t D, const at::TensorOptions& options) {
+  return fresh({B, N, H, D}, options).transpose(1, 2);
+}
+
 int64_t tiles(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 // The running softmax of a tile of queries.
@@ -89,8 +94,9 @@ void forward(const Attend& at_, const at::Tensor& q, const at::Tensor& k, const 
       const bool seen = softmax.sum[r] != 0;  // a row that sees no key is 0, and its statistic finite
       const A factor = seen ? A(at_.mask.scale) / softmax.sum[r] : A(0);
       stats[row] = seen ? softmax.max[r] + std::log(softmax.sum[r]) : A(0);
+      T* o_row = out + ((b * at_.Nq + i0 + r) * at_.Hq + h) * at_.Dv;
       for (int64_t c = 0; c < at_.Dv; c += kLanes)
-        store_some(out + row * at_.Dv + c, load_some(acc.data() + r * at_.Dv + c, at_.Dv - c) * factor, at_.Dv - c);
+        store_some(o_row + c, load_some(acc.data() + r * at_.Dv + c, at_.Dv - c) * factor, at_.Dv - c);
     }
   });
 }
@@ -109,7 +115,7 @@ class Backward {
     });
   }
 
-  // dq is a zeroed buffer in the compute type; dk and dv are outputs.
+  // dq is a zeroed buffer in the compute type; dk and dv are outputs. All lie as [B, N, H, D].
   void run(A* dq, T* dk, T* dv) {
     const int64_t heads = at_.B * at_.Hkv, key_tiles = tiles(at_.Nk, kKeysBackward), query_tiles = tiles(at_.Nq, kQueriesBackward);
     if (heads >= at::get_num_threads()) {
@@ -203,8 +209,11 @@ class Backward {
         at::cpu::addmm_out(dk_tile, dk_tile, t.ds.t(), t.q);
         if (dq) add_dq(t, dq);
       }
-    store(s.dk.data(), dk + (head * at_.Nk + j0) * at_.D, bk * at_.D);
-    store(s.dv.data(), dv + (head * at_.Nk + j0) * at_.Dv, bk * at_.Dv);
+    for (int64_t r = 0; r < bk; ++r) {
+      const int64_t row = (b * at_.Nk + j0 + r) * at_.Hkv + hk;
+      store(s.dk.data() + r * at_.D, dk + row * at_.D, at_.D);
+      store(s.dv.data() + r * at_.Dv, dv + row * at_.Dv, at_.Dv);
+    }
   }
 
   // dq of one tile of queries, over all keys it sees, in the order that `keys` adds them.
@@ -221,7 +230,7 @@ class Backward {
   }
 
   void add_dq(const Tile& t, A* dq) const {
-    at::Tensor tile = matrix(dq + ((t.b * at_.Hq + t.h) * at_.Nq + t.i0) * at_.D, t.bq, at_.D, at_.D);
+    at::Tensor tile = matrix(dq + ((t.b * at_.Nq + t.i0) * at_.Hq + t.h) * at_.D, t.bq, at_.D, at_.Hq * at_.D);
     at::cpu::addmm_out(tile, tile, t.ds, t.k);
   }
 
@@ -269,7 +278,7 @@ std::tuple<at::Tensor, at::Tensor> attention_fwd(const at::Tensor& q, const at::
                                                  const OptionalTensor& attn_mask, int64_t causal, double scale, const OptionalTensor& seed,
                                                  double p, int64_t stream, at::IntArrayRef origin, int64_t heads_total) {
   const Attend at_ = describe("attention_fwd", q, k, v, attn_mask, causal, scale, seed, p, stream, origin, heads_total);
-  at::Tensor o = fresh({at_.B, at_.Hq, at_.Nq, at_.Dv}, at::TensorOptions().dtype(q.scalar_type()));
+  at::Tensor o = heads_inside(at_.B, at_.Hq, at_.Nq, at_.Dv, q.options());
   at::Tensor lse = at::empty({at_.B, at_.Hq, at_.Nq}, statistics_options(q));
   CKPT_DISPATCH(q, "attention_fwd", { forward<scalar_t>(at_, q, k, v, o, lse); });
   if (at_.mask.zero) o.zero_();
@@ -284,11 +293,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd(const at::Tensor& d
   const Attend at_ = describe("attention_bwd", q, k, v, attn_mask, causal, scale, seed, p, stream, origin, heads_total);
   check_like("attention_bwd", o, dout, "do");
   TORCH_CHECK_VALUE(lse.numel() == at_.B * at_.Hq * at_.Nq, "attention_bwd: lse does not fit q");
-  at::Tensor dq = fresh_like(q), dk = fresh_like(k), dv = fresh_like(v);
+  at::Tensor dq = heads_inside(at_.B, at_.Hq, at_.Nq, at_.D, q.options());
+  at::Tensor dk = heads_inside(at_.B, at_.Hkv, at_.Nk, at_.D, q.options());
+  at::Tensor dv = heads_inside(at_.B, at_.Hkv, at_.Nk, at_.Dv, q.options());
   if (at_.mask.zero) return {dq.zero_(), dk.zero_(), dv.zero_()};
   CKPT_DISPATCH(q, "attention_bwd", {
     using A = compute_t<scalar_t>;
-    at::Tensor sum = std::is_same_v<A, scalar_t> ? dq.zero_() : at::zeros(q.sizes(), statistics_options(q));
+    at::Tensor sum = std::is_same_v<A, scalar_t> ? dq.zero_() : at::zeros({q.numel()}, statistics_options(q));
     Backward<scalar_t>(at_, q, k, v, o, dout, lse).run(sum.data_ptr<A>(), dk.data_ptr<scalar_t>(), dv.data_ptr<scalar_t>());
     const A* from = sum.const_data_ptr<A>();
     scalar_t* to = dq.data_ptr<scalar_t>();
