@@ -144,6 +144,8 @@ def _compile_on_first_use():
     folder = Path(cpp_extension._get_build_directory(name, verbose=False))
     if fresh := not (folder / f"{name}.so").exists():
         _say(f"ckpt_ops: compiling its CPU kernels ({variant}) for torch {torch.__version__}, once, into {folder} ... ")
+        if (lock := folder / "lock").exists():
+            _say(f"waiting for the process that holds {lock} (delete it if there is none) ... ")
     start = time.monotonic()
     try:
         with _compile.scripts_on_path():
