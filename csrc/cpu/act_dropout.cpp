@@ -25,7 +25,7 @@ void forward(Act, const at::Tensor& x, const OptionalTensor& bias, const RowMask
   T* out = y.data_ptr<T>();
   const A scale = A(mask.scale);
   for_each_piece(rows_in(x), C, [&](int64_t m, int64_t c0, int64_t c1) {
-    masked_steps(mask, m, c0, c1, [&](int64_t c, int64_t n, I8 keep) {
+    masked_steps(mask, m, c0, c1, [&](int64_t c, auto n, I8 keep) {
       auto h = load_some(xs[m] + c, n);
       if (!b.empty()) h += load_some(b.data() + c, n);
       store_some(out + m * C + c, keep_lanes(Act::f(h) * scale, keep), n);
@@ -38,7 +38,7 @@ template <typename T, typename Act>
 inline void backward_piece(const RowMask& mask, const T* x, const T* dy, const compute_t<T>* b, T* dx, compute_t<T>* sum, int64_t m,
                            int64_t c0, int64_t c1) {
   const auto scale = compute_t<T>(mask.scale);
-  masked_steps(mask, m, c0, c1, [&](int64_t c, int64_t n, I8 keep) {
+  masked_steps(mask, m, c0, c1, [&](int64_t c, auto n, I8 keep) {
     auto h = load_some(x + c, n);
     if (b) h += load_some(b + c, n);
     auto g = keep_lanes(Act::df(h) * scale * load_some(dy + c, n), keep);

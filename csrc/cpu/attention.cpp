@@ -53,15 +53,16 @@ void forward_row(const Attend& at_, Softmax<A>& softmax, int64_t b, int64_t h, i
   softmax.max[r] = now;
   softmax.sum[r] = softmax.sum[r] * shrink + exp_row(s, n, bk, now);
   if (shrink != 1)
-    for (int64_t c = 0; c < at_.Dv; c += kLanes) store_some(o + c, load_some(o + c, at_.Dv - c) * shrink, at_.Dv - c);
+    for_each_step(0, at_.Dv, [&](int64_t c, auto k) { store_some(o + c, load_some(o + c, k) * shrink, k); });
   if (!at_.mask.draws) return;
   uint16_t buffer[kDrawBuffer];
   const I8 threshold = I8{} + int32_t(at_.mask.threshold);
   for (int64_t c0 = 0; c0 < n; c0 += kStretch) {
     const int64_t width = std::min(kStretch, n - c0);
     const uint16_t* d = at_.draw(b, h, i, j0 + c0, width, buffer);
-    for (int64_t c = 0; c < width; c += kLanes)
-      store_some(s + c0 + c, keep_lanes(load_some(s + c0 + c, width - c), at_least(d + c, threshold)), width - c);
+    for_each_step(0, width, [&](int64_t c, auto k) {
+      store_some(s + c0 + c, keep_lanes(load_some(s + c0 + c, k), at_least(d + c, threshold)), k);
+    });
   }
 }
 
@@ -95,8 +96,8 @@ void forward(const Attend& at_, const at::Tensor& q, const at::Tensor& k, const 
       const A factor = seen ? A(at_.mask.scale) / softmax.sum[r] : A(0);
       stats[row] = seen ? softmax.max[r] + std::log(softmax.sum[r]) : A(0);
       T* o_row = out + ((b * at_.Nq + i0 + r) * at_.Hq + h) * at_.Dv;
-      for (int64_t c = 0; c < at_.Dv; c += kLanes)
-        store_some(o_row + c, load_some(acc.data() + r * at_.Dv + c, at_.Dv - c) * factor, at_.Dv - c);
+      const A* sum = acc.data() + r * at_.Dv;
+      for_each_step(0, at_.Dv, [&](int64_t c, auto k) { store_some(o_row + c, load_some(sum + c, k) * factor, k); });
     }
   });
 }
@@ -154,7 +155,7 @@ class Backward {
     const int64_t b = row / (at_.Hq * at_.Nq), h = row / at_.Nq % at_.Hq, i = row % at_.Nq;
     const T *x = O.at(b, h, i), *y = DO.at(b, h, i);
     typename LanesOf<A>::type sum = {};
-    for (int64_t c = 0; c < at_.Dv; c += kLanes) sum += load_some(x + c, at_.Dv - c) * load_some(y + c, at_.Dv - c);
+    for_each_step(0, at_.Dv, [&](int64_t c, auto k) { sum += load_some(x + c, k) * load_some(y + c, k); });
     return sum_lanes(sum);
   }
 
@@ -178,16 +179,14 @@ class Backward {
     for (int64_t c0 = 0; c0 < n; c0 += kStretch) {
       const int64_t width = std::min(kStretch, n - c0);
       const uint16_t* d = at_.mask.draws ? at_.draw(t.b, t.h, i, t.j0 + c0, width, buffer) : nullptr;
-      auto step = [&](int64_t c, int64_t lanes) {
-        const I8 keep = d ? at_least(d + c, threshold) : all;
+      auto step = [&](int64_t c, auto lanes, I8 keep) {
         A *pc = p + c0 + c, *dc = ds + c0 + c;
         auto weight = exp_of(load_some(pc, lanes) - lse);
         store_some(dc, weight * (keep_lanes(load_some(dc, lanes) * scale, keep) - delta), lanes);
         store_some(pc, keep_lanes(weight * scale, keep), lanes);
       };
-      int64_t c = 0;
-      for (; c + kLanes <= width; c += kLanes) step(c, kLanes);
-      if (c < width) step(c, width - c);
+      if (d) for_each_step(0, width, [&](int64_t c, auto k) { step(c, k, at_least(d + c, threshold)); });
+      else for_each_step(0, width, [&](int64_t c, auto k) { step(c, k, all); });
     }
     std::fill(p + n, p + t.bk, A(0));
     std::fill(ds + n, ds + t.bk, A(0));
@@ -235,7 +234,7 @@ class Backward {
   }
 
   static void store(const A* from, T* to, int64_t n) {
-    for (int64_t c = 0; c < n; c += kLanes) store_some(to + c, load_some(from + c, n - c), n - c);
+    for_each_step(0, n, [&](int64_t c, auto k) { store_some(to + c, load_some(from + c, k), k); });
   }
 
   const Attend& at_;
@@ -304,7 +303,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd(const at::Tensor& d
     const A* from = sum.const_data_ptr<A>();
     scalar_t* to = dq.data_ptr<scalar_t>();
     for_each_piece(1, q.numel(), [&](int64_t, int64_t c0, int64_t c1) {
-      for (int64_t c = c0; c < c1; c += kLanes) store_some(to + c, load_some(from + c, c1 - c) * A(at_.scale), c1 - c);
+      for_each_step(c0, c1, [&](int64_t c, auto k) { store_some(to + c, load_some(from + c, k) * A(at_.scale), k); });
     });
   });
   return {dq, dk, dv};

@@ -38,7 +38,7 @@ struct Heads {
   at::Tensor scaled_tile(int64_t b, int64_t h, int64_t n, int64_t rows, compute_t<T> scale, compute_t<T>* buffer) const {
     for (int64_t r = 0; r < rows; ++r) {
       const T* x = at(b, h, n + r);
-      for (int64_t c = 0; c < D; c += kLanes) store_some(buffer + r * D + c, load_some(x + c, D - c) * scale, D - c);
+      for_each_step(0, D, [&](int64_t c, auto k) { store_some(buffer + r * D + c, load_some(x + c, k) * scale, k); });
     }
     return matrix(buffer, rows, D, D);
   }

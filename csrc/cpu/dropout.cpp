@@ -17,7 +17,7 @@ at::Tensor dropout_fwd(const at::Tensor& x, const OptionalTensor& seed, double p
     scalar_t* out = y.data_ptr<scalar_t>();
     const A scale = A(mask.scale);
     for_each_piece(rows_in(x), C, [&](int64_t m, int64_t c0, int64_t c1) {
-      masked_steps(mask, m, c0, c1, [&](int64_t c, int64_t n, I8 keep) {
+      masked_steps(mask, m, c0, c1, [&](int64_t c, auto n, I8 keep) {
         store_some(out + m * C + c, keep_lanes(load_some(xs[m] + c, n) * scale, keep), n);
       });
     });
@@ -33,7 +33,7 @@ at::Tensor dropout_mask(const at::Tensor& seed, at::IntArrayRef shape, double p,
   const int64_t C = columns_of(keep);
   bool* out = keep.data_ptr<bool>();
   for_each_piece(rows_in(keep), C, [&](int64_t m, int64_t c0, int64_t c1) {
-    masked_steps(mask, m, c0, c1, [&](int64_t c, int64_t n, I8 kept) {
+    masked_steps(mask, m, c0, c1, [&](int64_t c, auto n, I8 kept) {
       for (int64_t i = 0; i < n; ++i) out[m * C + c + i] = kept[i] != 0;
     });
   });

@@ -21,7 +21,7 @@ at::Tensor dropout_add_fwd(const at::Tensor& x, const at::Tensor& residual, cons
     scalar_t* out = y.data_ptr<scalar_t>();
     const A scale = A(mask.scale);
     for_each_piece(rows_in(x), C, [&](int64_t m, int64_t c0, int64_t c1) {
-      masked_steps(mask, m, c0, c1, [&](int64_t c, int64_t n, I8 keep) {
+      masked_steps(mask, m, c0, c1, [&](int64_t c, auto n, I8 keep) {
         auto h = load_some(xs[m] + c, n);
         if (!b.empty()) h += load_some(b.data() + c, n);
         store_some(out + m * C + c, load_some(rs[m] + c, n) + keep_lanes(h * scale, keep), n);
@@ -46,7 +46,7 @@ std::tuple<at::Tensor, at::Tensor> dropout_add_bwd(const at::Tensor& dy, const O
     RowBlocks blocks(M);
     ColumnSums<A> sums(need_dbias, blocks.count, C);
     auto piece = [&](int64_t m, int64_t c0, int64_t c1, A* sum) {
-      masked_steps(mask, m, c0, c1, [&](int64_t c, int64_t n, I8 keep) {
+      masked_steps(mask, m, c0, c1, [&](int64_t c, auto n, I8 keep) {
         auto g = keep_lanes(load_some(dys[m] + c, n) * scale, keep);
         store_some(out + m * C + c, g, n);
         if (sum) store_some(sum + c, load_some(sum + c, n) + g, n);

@@ -43,7 +43,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(const char* o
       for (int64_t m = m0; m < m1; ++m) {
         for (int64_t piece = 0; piece < at_.pieces; ++piece) {
           const int64_t first = piece * C;
-          masked_steps(call.mask, m * at_.pieces + piece, 0, C, [&](int64_t c, int64_t n, I8 keep) {
+          masked_steps(call.mask, m * at_.pieces + piece, 0, C, [&](int64_t c, auto n, I8 keep) {
             auto h = load_some(xs[m] + first + c, n);
             if (!b.empty()) h += load_some(b.data() + c, n);
             h = call.mask.zero ? vec_of<A>{} : keep_lanes(h * scale, keep);
@@ -98,7 +98,7 @@ Grads backward(const char* op, const at::Tensor& dy, const OptionalTensor& dr, c
         const auto sums = backward_sums<RMS>(row, N, dw.of(block), db.of(block));
         for (int64_t piece = 0; piece < at_.pieces; ++piece) {
           const int64_t first = piece * C;
-          masked_steps(call.mask, m * at_.pieces + piece, 0, C, [&](int64_t c, int64_t n, I8 keep) {
+          masked_steps(call.mask, m * at_.pieces + piece, 0, C, [&](int64_t c, auto n, I8 keep) {
             auto g = backward_step(row, sums, first + c, n);
             if (has_dr) g += load_some(drs[m] + first + c, n);
             store_some(dresidual + m * N + first + c, g, n);

@@ -12,7 +12,7 @@ inline const float* widen(const float* x, int64_t, float*) { return x; }
 inline const double* widen(const double* x, int64_t, double*) { return x; }
 template <typename T>
 inline const float* widen(const T* x, int64_t n, float* buffer) {
-  for (int64_t c = 0; c < n; c += kLanes) store_some(buffer + c, load_some(x + c, n - c), n - c);
+  for_each_step(0, n, [&](int64_t c, auto k) { store_some(buffer + c, load_some(x + c, k), k); });
   return buffer;
 }
 
@@ -33,13 +33,13 @@ inline std::array<double, K> row_sums(int64_t n, const F& f) {
     int64_t c = b;
     for (; c + chains * kLanes <= end; c += chains * kLanes)
       for (int64_t i = 0; i < chains; ++i) {
-        const auto v = f(c + i * kLanes, int64_t(kLanes));
+        const auto v = f(c + i * kLanes, Full{});
         for (int k = 0; k < K; ++k) acc[k][i] += v[k];
       }
-    for (; c < end; c += kLanes) {
-      const auto v = f(c, std::min<int64_t>(kLanes, end - c));
-      for (int k = 0; k < K; ++k) acc[k][0] += first_lanes<A>(v[k], end - c);
-    }
+    for_each_step(c, end, [&](int64_t tail, auto m) {
+      const auto v = f(tail, m);
+      for (int k = 0; k < K; ++k) acc[k][0] += first_lanes<A>(v[k], m);
+    });
     for (int k = 0; k < K; ++k) total[k] += sum_lanes((acc[k][0] + acc[k][1]) + (acc[k][2] + acc[k][3]));
   }
   return total;
@@ -56,11 +56,11 @@ inline Statistics<A> statistics(const A* x, int64_t n, double eps) {
   using Sums1 = std::array<vec_of<A>, 1>;
   using Sums2 = std::array<vec_of<A>, 2>;
   if (RMS) {
-    auto s = row_sums<A, 1>(n, [&](int64_t c, int64_t k) { auto v = load_some(x + c, k); return Sums1{v * v}; });
+    auto s = row_sums<A, 1>(n, [&](int64_t c, auto k) { auto v = load_some(x + c, k); return Sums1{v * v}; });
     return {0, A(1 / std::sqrt(s[0] / n + eps))};
   }
-  const A guess = A(row_sums<A, 1>(n, [&](int64_t c, int64_t k) { return Sums1{load_some(x + c, k)}; })[0] / n);
-  auto s = row_sums<A, 2>(n, [&](int64_t c, int64_t k) {
+  const A guess = A(row_sums<A, 1>(n, [&](int64_t c, auto k) { return Sums1{load_some(x + c, k)}; })[0] / n);
+  auto s = row_sums<A, 2>(n, [&](int64_t c, auto k) {
     auto d = load_some(x + c, k) - guess;
     return Sums2{d, d * d};
   });
@@ -81,10 +81,11 @@ struct Affine {
 
 template <typename T, typename A>
 inline void normalize_row(const A* x, Statistics<A> s, const Affine<A>& affine, T* y, int64_t n) {
-  for (int64_t c = 0; c < n; c += kLanes) {
-    auto xhat = (load_some(x + c, n - c) - s.mean) * s.rstd;
-    store_some(y + c, xhat * load_some(affine.w.data() + c, n - c) + load_some(affine.b.data() + c, n - c), n - c);
-  }
+  const A *w = affine.w.data(), *b = affine.b.data();
+  for_each_step(0, n, [&](int64_t c, auto k) {
+    auto xhat = (load_some(x + c, k) - s.mean) * s.rstd;
+    store_some(y + c, xhat * load_some(w + c, k) + load_some(b + c, k), k);
+  });
 }
 
 // What the backward of a row reads: dy, and xhat from x and its statistics or, with `inverse`, from y: (y - b) / w.
@@ -93,7 +94,8 @@ struct BackwardRow {
   const A *dy, *saved, *w, *b, *inverse;  // inverse: 1 / w, or null where `saved` is x
   A mean, rstd;
 
-  vec_of<A> xhat(int64_t c, int64_t n) const {
+  template <typename N>
+  vec_of<A> xhat(int64_t c, N n) const {
     auto s = load_some(saved + c, n);
     return inverse ? (s - load_some(b + c, n)) * load_some(inverse + c, n) : (s - mean) * rstd;
   }
@@ -103,7 +105,7 @@ struct BackwardRow {
 template <bool RMS, typename A>
 inline std::array<A, 2> backward_sums(const BackwardRow<A>& row, int64_t n, A* dw, A* db) {
   using V = vec_of<A>;
-  auto s = row_sums<A, 2>(n, [&](int64_t c, int64_t k) {
+  auto s = row_sums<A, 2>(n, [&](int64_t c, auto k) {
     V dy = load_some(row.dy + c, k), xhat = row.xhat(c, k), g = dy * load_some(row.w + c, k);
     if (dw) store_some(dw + c, load_some(dw + c, k) + dy * xhat, k);
     if (db) store_some(db + c, load_some(db + c, k) + dy, k);
@@ -112,8 +114,8 @@ inline std::array<A, 2> backward_sums(const BackwardRow<A>& row, int64_t n, A* d
   return {RMS ? A(0) : A(s[0] / n), A(s[1] / n)};
 }
 
-template <typename A>
-inline vec_of<A> backward_step(const BackwardRow<A>& row, std::array<A, 2> means, int64_t c, int64_t n) {
+template <typename A, typename N>
+inline vec_of<A> backward_step(const BackwardRow<A>& row, std::array<A, 2> means, int64_t c, N n) {
   auto g = load_some(row.dy + c, n) * load_some(row.w + c, n);
   return (g - means[0] - row.xhat(c, n) * means[1]) * row.rstd;
 }
@@ -216,7 +218,7 @@ NormGrads norm_backward(const char* op, const at::Tensor& dy, const at::Tensor& 
                                  affine.b.data(), from_output ? inverse.data() : nullptr, means ? means[m] : A(0), rstds ? rstds[m] : A(0)};
         const auto sums = backward_sums<RMS>(row, N, dw.of(block), db.of(block));
         if (!dx) continue;
-        for (int64_t c = 0; c < N; c += kLanes) store_some(dx + m * N + c, backward_step(row, sums, c, N - c), N - c);
+        for_each_step(0, N, [&](int64_t c, auto n) { store_some(dx + m * N + c, backward_step(row, sums, c, n), n); });
       }
     });
     grads.dw = dw.total(normalized_shape, statistics_options(dy));

@@ -103,9 +103,8 @@ inline void masked_steps(const RowMask& mask, int64_t m, int64_t c0, int64_t c1,
   for (int64_t s = c0; s < c1; s += kStretch) {
     const int64_t n = std::min(kStretch, c1 - s);
     const uint16_t* d = mask.draws ? mask.draw(m, s, n, buffer) : nullptr;
-    int64_t c = 0;
-    for (; c + kLanes <= n; c += kLanes) step(s + c, int64_t(kLanes), d ? at_least(d + c, threshold) : all);
-    if (c < n) step(s + c, n - c, d ? at_least(d + c, threshold) : all);
+    if (d) for_each_step(0, n, [&](int64_t c, auto k) { step(s + c, k, at_least(d + c, threshold)); });
+    else for_each_step(0, n, [&](int64_t c, auto k) { step(s + c, k, all); });
   }
 }
 

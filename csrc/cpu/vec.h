@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
@@ -99,19 +100,29 @@ inline void store8(c10::Half* p, F8 v) {
 #endif
 }
 
-// n < 8 elements, zeros behind them: the same arithmetic for a row's tail as for the rest.
+// Eight lanes, known when compiling: the body of a loop. A row's tail has n < 8, zeros behind them, and the same arithmetic.
+using Full = std::integral_constant<int64_t, kLanes>;
+
+template <typename T> inline lanes_t<T> load_some(const T* p, Full) { return load8(p); }
+template <typename T> inline void store_some(T* p, lanes_t<T> v, Full) { store8(p, v); }
+
 template <typename T> inline lanes_t<T> load_some(const T* p, int64_t n) {
-  if (n >= kLanes) return load8(p);
   T buffer[kLanes] = {};
   std::memcpy(static_cast<void*>(buffer), p, size_t(n) * sizeof(T));
   return load8(buffer);
 }
 
 template <typename T> inline void store_some(T* p, lanes_t<T> v, int64_t n) {
-  if (n >= kLanes) return store8(p, v);
   T buffer[kLanes];
   store8(buffer, v);
   std::memcpy(static_cast<void*>(p), buffer, size_t(n) * sizeof(T));
+}
+
+// step(c, n) for the columns [c, c + n) of [begin, end), eight at a time.
+template <typename F> inline void for_each_step(int64_t begin, int64_t end, const F& step) {
+  int64_t c = begin;
+  for (; c + kLanes <= end; c += kLanes) step(c, Full{});
+  if (c < end) step(c, end - c);
 }
 
 // --- math --------------------------------------------------------------------------------------------------
@@ -129,10 +140,10 @@ inline F8 larger(F8 a, F8 b) { return a > b ? a : b; }
 inline D8 larger(D8 a, D8 b) { return a > b ? a : b; }
 
 // e^x to about 1 ulp: x = n ln 2 + r, a Taylor polynomial in r (short chains, not Horner's long one), n added to the
-// exponent. Results below 2^-126 are 0.
+// exponent. Results below 2^-126 are 0, those above 2^127.5 infinite; NaN passes through the polynomial.
 inline F8 exp_of(F8 x) {
   const float magic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, which then sits in the low bits
-  I8 under = x < -87.33654f, over = x > 88.72283f;
+  I8 under = x < -87.33654f, over = x > 88.37627f;
   F8 shifted = x * 1.44269504f + magic;
   F8 n = shifted - magic;
   F8 r = x - n * 0.693359375f;
@@ -140,12 +151,9 @@ inline F8 exp_of(F8 x) {
   F8 r2 = r * r;
   F8 p = (r * 1.6666667e-1f + 0.5f) + r2 * (r * 8.3333333e-3f + 4.1666667e-2f) + (r2 * r2) * (r * 1.9841270e-4f + 1.3888889e-3f);
   p = p * r2 + (r + 1.f);
-  // 2^n in two factors: n may be 128, whose own power does not exist.
-  I8 whole = (I8)shifted - (I8)splat(magic), half = whole >> 1;
-  F8 y = p * (F8)((half + 127) << 23) * (F8)((whole - half + 127) << 23);
-  y = (F8)((I8)y & ~under);
-  y = over ? splat(INFINITY) : y;
-  return x != x ? x : y;
+  F8 power = (F8)(((I8)shifted - (I8)splat(magic) + 127) << 23);
+  F8 y = (F8)((I8)(p * power) & ~under);
+  return over ? splat(INFINITY) : y;
 }
 
 inline D8 exp_of(D8 x) {
