@@ -14,7 +14,7 @@ BEST := $(shell grep -qsw avx2 /proc/cpuinfo && echo avx2 || echo default)
 ASAN := build/asan
 library = $(shell $${CXX:-c++} -print-file-name=$(1))
 # The sanitizer's run time must come first in the process; torch's own leaks are not ours to report.
-ASAN_ENV = LD_PRELOAD="$(call library,libasan.so) $(call library,libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 CKPT_OPS_JIT=0
+ASAN_ENV = LD_PRELOAD="$(call library,libasan.so) $(call library,libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 CKPT_OPS_SANITIZE=address
 
 .PHONY: help demo test test-asan lint bench clean
 
@@ -31,8 +31,7 @@ test: .venv/.built  ## the tests
 test-asan: .venv/.package  ## the op tests on an extension with the address sanitizer
 	@echo "compiling the kernels with the address sanitizer: a minute or two, once"
 	CKPT_OPS_SANITIZE=address CKPT_OPS_VARIANTS=$(BEST) $(BIN)/python setup.py -q build --build-base $(ASAN) --build-lib $(ASAN)/lib
-	cd $(ASAN)/lib && $(ASAN_ENV) $(CURDIR)/$(BIN)/python -c "from ckpt_ops import native; assert native.extension(), native.status()"
-	$(ASAN_ENV) $(BIN)/python -m pytest -o pythonpath=". $(ASAN)/lib" tests/ops $(ARGS)
+	$(ASAN_ENV) $(BIN)/python -m pytest -o pythonpath="$(ASAN)/lib ." tests/ops $(ARGS)
 
 lint: .venv/.package  ## ruff: rules and format
 	$(BIN)/ruff check .
