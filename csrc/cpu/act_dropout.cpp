@@ -60,7 +60,7 @@ at::Tensor backward(Act, const at::Tensor& dy, const at::Tensor& x, const Option
     for_each_piece(M, C, [&](int64_t m, int64_t c0, int64_t c1) {
       backward_piece<T, Act>(mask, xs[m], dys[m], b, out + m * C, nullptr, m, c0, c1);
     });
-    return at::empty({0}, statistics_options(x));
+    return fresh({0}, statistics_options(x));
   }
   RowBlocks blocks(M);
   ColumnSums<A> sums(true, blocks.count, C);
@@ -89,7 +89,7 @@ std::tuple<at::Tensor, at::Tensor> act_dropout_bwd(const at::Tensor& dy, const a
   check_param("act_dropout_bwd", bias, columns_of(x), "bias");
   RowMask mask(seed, p, stream, origin, x.sizes());
   at::Tensor dx = fresh_like(x), dbias;
-  if (mask.zero) return {dx.zero_(), at::zeros({need_dbias ? columns_of(x) : 0}, statistics_options(x))};
+  if (mask.zero) return {dx.zero_(), fresh({need_dbias ? columns_of(x) : 0}, statistics_options(x)).zero_()};
   with_activation(act, [&](auto f) {
     CKPT_DISPATCH(x, "act_dropout_bwd", { dbias = backward<scalar_t>(f, dy, x, bias, mask, dx, need_dbias); });
   });

@@ -278,7 +278,7 @@ std::tuple<at::Tensor, at::Tensor> attention_fwd(const at::Tensor& q, const at::
                                                  double p, int64_t stream, at::IntArrayRef origin, int64_t heads_total) {
   const Attend at_ = describe("attention_fwd", q, k, v, attn_mask, causal, scale, seed, p, stream, origin, heads_total);
   at::Tensor o = heads_inside(at_.B, at_.Hq, at_.Nq, at_.Dv, q.options());
-  at::Tensor lse = at::empty({at_.B, at_.Hq, at_.Nq}, statistics_options(q));
+  at::Tensor lse = fresh({at_.B, at_.Hq, at_.Nq}, statistics_options(q));
   CKPT_DISPATCH(q, "attention_fwd", { forward<scalar_t>(at_, q, k, v, o, lse); });
   if (at_.mask.zero) o.zero_();
   return {o, lse};
@@ -298,7 +298,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd(const at::Tensor& d
   if (at_.mask.zero) return {dq.zero_(), dk.zero_(), dv.zero_()};
   CKPT_DISPATCH(q, "attention_bwd", {
     using A = compute_t<scalar_t>;
-    at::Tensor sum = std::is_same_v<A, scalar_t> ? dq.zero_() : at::zeros({q.numel()}, statistics_options(q));
+    at::Tensor sum = std::is_same_v<A, scalar_t> ? dq.zero_() : fresh({q.numel()}, statistics_options(q)).zero_();
     Backward<scalar_t>(at_, q, k, v, o, dout, lse).run(sum.data_ptr<A>(), dk.data_ptr<scalar_t>(), dv.data_ptr<scalar_t>());
     const A* from = sum.const_data_ptr<A>();
     scalar_t* to = dq.data_ptr<scalar_t>();

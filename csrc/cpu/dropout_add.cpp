@@ -37,7 +37,7 @@ std::tuple<at::Tensor, at::Tensor> dropout_add_bwd(const at::Tensor& dy, const O
   RowMask mask(seed, p, stream, origin, dy.sizes());
   const int64_t C = columns_of(dy), M = rows_in(dy);
   at::Tensor dx = fresh_like(dy), dbias;
-  if (mask.zero) return {dx.zero_(), at::zeros({need_dbias ? C : 0}, statistics_options(dy))};
+  if (mask.zero) return {dx.zero_(), fresh({need_dbias ? C : 0}, statistics_options(dy)).zero_()};
   CKPT_DISPATCH(dy, "dropout_add_bwd", {
     using A = compute_t<scalar_t>;
     const auto dys = rows_of<scalar_t>(dy);

@@ -28,7 +28,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(const char* o
   check_param(op, bias, at_.N, "bias");
   check_param(op, input_bias, at_.C, "input_bias");
   const auto rows = leading(x, call.normalized_shape);
-  at::Tensor y = fresh_like(x), r = fresh_like(x), mean = at::empty(rows, statistics_options(x)), rstd = at::empty(rows, statistics_options(x));
+  at::Tensor y = fresh_like(x), r = fresh_like(x), mean = fresh(rows, statistics_options(x)), rstd = fresh(rows, statistics_options(x));
   CKPT_DISPATCH(x, "norm_fwd", {
     using A = compute_t<scalar_t>;
     const int64_t N = at_.N, C = at_.C, inner = int64_t(call.normalized_shape.size());
@@ -75,7 +75,7 @@ Grads backward(const char* op, const at::Tensor& dy, const OptionalTensor& dr, c
   check_param(op, mean, at_.M, "mean");
   check_param(op, rstd, at_.M, "rstd");
   const bool own_dx = call.mask.draws || call.mask.zero;  // else dx is dresidual
-  Grads grads{own_dx ? fresh_like(dy) : at::empty({0}, dy.options()), fresh_like(dy), {}, {}, {}};
+  Grads grads{own_dx ? fresh_like(dy) : fresh({0}, dy.options()), fresh_like(dy), {}, {}, {}};
   CKPT_DISPATCH(dy, "norm_bwd", {
     using A = compute_t<scalar_t>;
     const int64_t N = at_.N, C = at_.C, inner = int64_t(call.normalized_shape.size());

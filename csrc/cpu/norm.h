@@ -156,7 +156,7 @@ NormOutputs norm_forward(const char* op, const at::Tensor& x, const OptionalTens
   check_param(op, weight, N, "weight");
   check_param(op, bias, N, "bias");
   const auto rows = leading(x, normalized_shape);
-  NormOutputs out{fresh_like(x), at::empty(rows, statistics_options(x)), at::empty(rows, statistics_options(x))};
+  NormOutputs out{fresh_like(x), fresh(rows, statistics_options(x)), fresh(rows, statistics_options(x))};
   CKPT_DISPATCH(x, "norm_fwd", {
     using A = compute_t<scalar_t>;
     const auto xs = rows_of<scalar_t>(x, int64_t(normalized_shape.size()));
@@ -197,7 +197,7 @@ NormGrads norm_backward(const char* op, const at::Tensor& dy, const at::Tensor& 
   check_param(op, mean, M, "mean");
   check_param(op, rstd, M, "rstd");
   TORCH_CHECK_VALUE(!statistics_needed || (given(rstd) && (RMS || from_output || given(mean))), op, ": statistics are missing");
-  NormGrads grads{needs.dx ? fresh_like(dy) : at::empty({0}, dy.options()), {}, {}};
+  NormGrads grads{needs.dx ? fresh_like(dy) : fresh({0}, dy.options()), {}, {}};
   CKPT_DISPATCH(dy, "norm_bwd", {
     using A = compute_t<scalar_t>;
     const int64_t inner = int64_t(normalized_shape.size());

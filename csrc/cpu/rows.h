@@ -4,10 +4,7 @@
 #include "../common/check.h"
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <algorithm>
-#include <sys/mman.h>
 #include <vector>
 
 #define CKPT_DISPATCH(x, name, ...) \
@@ -15,19 +12,8 @@
 
 namespace ckpt {
 
-// Page faults on a large fresh tensor cost more than its arithmetic: ask for huge pages before the first write.
-inline at::Tensor fresh(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  at::Tensor t = at::empty(sizes, options);
-#ifdef MADV_HUGEPAGE
-  constexpr uintptr_t page = 4096;
-  if (t.nbytes() >= (size_t(4) << 20)) {
-    uintptr_t begin = (reinterpret_cast<uintptr_t>(t.data_ptr()) + page - 1) & ~(page - 1);
-    uintptr_t end = (reinterpret_cast<uintptr_t>(t.data_ptr()) + t.nbytes()) & ~(page - 1);
-    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-  }
-#endif
-  return t;
-}
+// at::empty, and huge pages for a large one. (In its own file: <ATen/ops/empty.h> takes seconds to compile.)
+at::Tensor fresh(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 inline at::Tensor fresh_like(const at::Tensor& x) {
   return fresh(x.sizes(), at::TensorOptions().dtype(x.scalar_type()).device(x.device()));
@@ -125,10 +111,13 @@ void for_each_piece(int64_t M, int64_t C, const F& body) {
   });
 }
 
-// Sums over rows in two stages: blocks of rows that depend on the shape alone, then the blocks in order.
+// Sums over rows are a tree of arity 32 that depends on the shape alone: blocks of 32 rows, then blocks of blocks. Short
+// sums keep rounding small, and a partial sum a block costs 1/32 of the input.
+constexpr int64_t kArity = 32;
+
 struct RowBlocks {
-  int64_t M, rows, count;
-  explicit RowBlocks(int64_t M_) : M(M_), rows(std::max<int64_t>(16, (M_ + 63) / 64)), count((M_ + rows - 1) / rows) {}
+  int64_t M, rows = kArity, count;
+  explicit RowBlocks(int64_t M_) : M(M_), count((M_ + kArity - 1) / kArity) {}
 
   // body(block, m0, m1)
   template <typename F>
@@ -149,17 +138,23 @@ struct ColumnSums {
       : wanted(wanted_), width(width_), blocks(blocks_), partial(wanted_ ? size_t(width_ * blocks_) : 0, A(0)) {}
   A* of(int64_t block) { return wanted ? partial.data() + block * width : nullptr; }
 
-  at::Tensor total(at::IntArrayRef sizes, const at::TensorOptions& options) const {
-    if (!wanted) return at::empty({0}, options);
-    at::Tensor sum = at::zeros(sizes, options);
-    A* out = sum.data_ptr<A>();
-    at::parallel_for(0, width, 1024, [&](int64_t begin, int64_t end) {
-      for (int64_t b = 0; b < blocks; ++b) {
-        const A* p = partial.data() + b * width;
-        for (int64_t c = begin; c < end; ++c) out[c] += p[c];
-      }
+  // Consumes the partial sums.
+  at::Tensor total(at::IntArrayRef sizes, const at::TensorOptions& options) {
+    if (!wanted) return fresh({0}, options);
+    at::Tensor sum = fresh(sizes, options).zero_();
+    if (blocks == 0) return sum;
+    at::parallel_for(0, width, 256, [&](int64_t begin, int64_t end) {
+      for (int64_t count = blocks; count > 1; count = (count + kArity - 1) / kArity)
+        for (int64_t b = 0; b < count; ++b) add(b / kArity, b, b % kArity == 0, begin, end);
+      std::copy(partial.begin() + begin, partial.begin() + end, sum.data_ptr<A>() + begin);
     });
     return sum;
+  }
+
+ private:
+  void add(int64_t to, int64_t from, bool first, int64_t begin, int64_t end) {
+    A *t = partial.data() + to * width, *f = partial.data() + from * width;
+    for (int64_t c = begin; c < end; ++c) t[c] = first ? f[c] : t[c] + f[c];
   }
 };
 
