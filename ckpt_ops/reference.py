@@ -150,7 +150,8 @@ def attention(q, k, v, attn_mask, causal, scale_, random, heads_total):
     alive = allowed.any(-1, keepdim=True)
     probabilities = torch.softmax(torch.where(allowed | ~alive, scores, -torch.inf).masked_fill(~alive, 0.0), -1)
     probabilities = torch.where(allowed, probabilities, 0.0)
-    return (masked(probabilities, random, plane_stride=heads_total) @ vw).to(q.dtype)
+    o = masked(probabilities, random, plane_stride=heads_total) @ vw
+    return _like(q, o.transpose(1, 2)).transpose(1, 2)  # in memory [B, Nq, Hq, Dv]
 
 
 def visible(shape, attn_mask, causal, device):

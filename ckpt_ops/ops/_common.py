@@ -40,6 +40,15 @@ def promote(x, other):
     return x.to(dtype), other.to(dtype)
 
 
+def distinct(*tensors):
+    """The tensors, none twice while compiling: torch.compile cannot trace a Function that gets one tensor in two places."""
+    if not torch.compiler.is_compiling():
+        return tensors
+    return tuple(
+        t.view_as(t) if t is not None and any(t is before for before in tensors[:i]) else t for i, t in enumerate(tensors)
+    )
+
+
 def statistics_dtype(dtype):
     """Statistics and parameter gradients leave the kernels in float32; in float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,6 +1,7 @@
 """Arguments that all norms share."""
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def check_shape(name, input, normalized_shape, weight, bias=None):
@@ -37,7 +38,9 @@ def output_tells_input(weight, bias=None, offset=0.0):
     """
     if weight is None:
         return True
-    if torch.compiler.is_compiling() or weight.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(weight):
+    if torch.compiler.is_compiling() or weight.is_meta or isinstance(weight, FakeTensor):
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(weight):
         return False
     w = (weight.detach() + offset).abs()
     if bias is None:

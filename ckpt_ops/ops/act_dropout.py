@@ -12,6 +12,7 @@ from ..library import fake
 from ._common import (
     check_bias,
     check_floating,
+    distinct,
     first_derivative_only,
     op,
     param_grad,
@@ -85,7 +86,7 @@ def act_dropout(
     name = dispatch.choose("act_dropout", backend, input)
     if name == "reference":
         return reference.act_dropout(input, bias, act, random)
-    return ActDropout.apply(input, bias, act, *random, dispatch.NAMESPACE[name])
+    return ActDropout.apply(*distinct(input, bias), act, *random, dispatch.NAMESPACE[name])
 
 
 def gelu_dropout(input, p=0.5, approximate="none", bias=None, training=True, **random):

@@ -12,6 +12,7 @@ from ..library import fake
 from ._common import (
     check_bias,
     check_floating,
+    distinct,
     first_derivative_only,
     op,
     param_grad,
@@ -91,4 +92,4 @@ def dropout_add(
     name = dispatch.choose("dropout_add", backend, input)
     if name == "reference":
         return reference.dropout_add(input, residual, bias, random)
-    return DropoutAdd.apply(input, residual, bias, *random, dispatch.NAMESPACE[name])
+    return DropoutAdd.apply(*distinct(input, residual, bias), *random, dispatch.NAMESPACE[name])

@@ -12,6 +12,7 @@ from ..library import fake
 from ._common import (
     check_bias,
     check_floating,
+    distinct,
     first_derivative_only,
     op,
     param_grad,
@@ -160,8 +161,8 @@ def dropout_add_layer_norm(
     )
     if name == "reference":
         return reference.dropout_add_layer_norm(input, residual, input_bias, weight, bias, shape, eps, random)
-    arguments = (input, residual, input_bias, weight, bias, shape, float(eps), *random, dispatch.NAMESPACE[name])
-    return DropoutAddLayerNorm.apply(*arguments)[:2]
+    tensors = distinct(input, residual, input_bias, weight, bias)
+    return DropoutAddLayerNorm.apply(*tensors, shape, float(eps), *random, dispatch.NAMESPACE[name])[:2]
 
 
 def dropout_add_rms_norm(
@@ -181,5 +182,5 @@ def dropout_add_rms_norm(
     eps = default_eps(eps, input.dtype)
     if name == "reference":
         return reference.dropout_add_rms_norm(input, residual, input_bias, weight, shape, eps, offset, random)
-    arguments = (input, residual, input_bias, weight, shape, eps, float(offset), *random, dispatch.NAMESPACE[name])
-    return DropoutAddRMSNorm.apply(*arguments)[:2]
+    tensors = distinct(input, residual, input_bias, weight)
+    return DropoutAddRMSNorm.apply(*tensors, shape, eps, float(offset), *random, dispatch.NAMESPACE[name])[:2]

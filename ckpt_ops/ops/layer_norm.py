@@ -13,6 +13,7 @@ from .. import dispatch, reference
 from ..library import fake
 from ._common import (
     check_floating,
+    distinct,
     first_derivative_only,
     op,
     param_grad,
@@ -88,4 +89,4 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, *, sav
     if name == "reference":
         return reference.layer_norm(input, weight, bias, shape, eps)
     from_output = save == "output" and output_tells_input(weight, bias)
-    return LayerNorm.apply(input, weight, bias, shape, float(eps), from_output, dispatch.NAMESPACE[name])[0]
+    return LayerNorm.apply(*distinct(input, weight, bias), shape, float(eps), from_output, dispatch.NAMESPACE[name])[0]

@@ -13,6 +13,7 @@ from .. import dispatch, reference
 from ..library import fake
 from ._common import (
     check_floating,
+    distinct,
     first_derivative_only,
     op,
     param_grad,
@@ -87,4 +88,4 @@ def rms_norm(input, normalized_shape, weight=None, eps=None, *, offset=0.0, save
     if name == "reference":
         return reference.rms_norm(input, weight, shape, eps, offset)
     from_output = save == "output" and output_tells_input(weight, offset=offset)
-    return RMSNorm.apply(input, weight, shape, eps, float(offset), from_output, dispatch.NAMESPACE[name])[0]
+    return RMSNorm.apply(*distinct(input, weight), shape, eps, float(offset), from_output, dispatch.NAMESPACE[name])[0]

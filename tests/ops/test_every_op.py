@@ -15,8 +15,8 @@ each_random = pytest.mark.parametrize("op", [op for op in EACH_OP if op.random],
 RANDOM = dict(p=0.4, seed=SEED)
 
 
-def under_compile(op):
-    """The op that a compiled graph runs: it cannot read weights, so save="output" keeps the input there."""
+def without_values(op):
+    """The op that runs under torch.compile and torch.func: weights have no values to read, so the input is kept."""
     return layer_norm_op("input") if op.name == "layer_norm-output" else rms_norm_op("input", 1.0) if "output" in op.name else op
 
 
@@ -192,15 +192,15 @@ def test_func_grad(backend, op):
     t = make(op, device=backend.device)
     names = tuple(t)
 
-    def loss(*values):
+    def loss(*values, op=op):
         return sum(o.square().sum() for o in op.ours(dict(zip(names, values)), **RANDOM))
 
-    plain = torch.autograd.grad(loss(*t.values()), list(t.values()))
+    plain = torch.autograd.grad(loss(*t.values(), op=without_values(op)), list(t.values()))
     functional = torch.func.grad(loss, argnums=tuple(range(len(t))))(*(x.detach() for x in t.values()))
     for name, mine, expected in zip(names, functional, plain):
-        if backend.fused and "output" not in op.name:
+        if backend.fused:
             assert torch.equal(mine, expected), name
-        else:  # torch.func takes some of torch's own backwards apart; under it save="output" keeps the input
+        else:  # torch.func takes some of torch's own backwards apart
             torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -233,8 +233,28 @@ def test_compile_fullgraph_with_a_dynamic_batch(fused, op):
         for name, x in t.items():
             if name not in PARAMETERS:
                 torch._dynamo.mark_dynamic(x, 0)
-        assert_equal(run(op, t, dict(seed=seed), call=compiled), run(under_compile(op), t, RANDOM))
+        assert_equal(run(op, t, dict(seed=seed), call=compiled), run(without_values(op), t, RANDOM))
     assert counter.frame_count == 1
+
+
+@each
+def test_compile_with_one_tensor_in_several_places(fused, op):
+    """dropout_add(x, x) and the like."""
+    torch._dynamo.reset()
+    shape = (2, 2, 2, 9, 9, 8, 8) if op.stem == "attention" else op.shape
+    t = make(op, shape, device=fused.device)
+    shared = {n: next(x for x in t.values() if x.shape == value.shape) for n, value in t.items()}
+    seed = torch.tensor([SEED], device=fused.device)
+
+    def loss(shared, seed, op=op):
+        return sum(o.square().sum() for o in op.ours(shared, p=0.4, seed=seed))
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    wrt = list({id(x): x for x in shared.values()}.values())
+    ours = torch.autograd.grad(compiled(shared, seed), wrt)
+    expected = torch.autograd.grad(loss(shared, seed, without_values(op)), wrt)
+    for mine, eager in zip(ours, expected):
+        torch.testing.assert_close(mine, eager, rtol=1e-5, atol=1e-6)
 
 
 def test_the_reference_compiles(backend):
@@ -257,7 +277,7 @@ def test_compile_of_checkpoint_and_checkpoint_of_compile(fused, op):
 
     inside = torch.compile(lambda *a: _checkpoint(fn, *a), backend="aot_eager", fullgraph=True)
     outside = torch.compile(fn, backend="aot_eager", fullgraph=True)
-    expected = run(under_compile(op), t, RANDOM)
+    expected = run(without_values(op), t, RANDOM)
     assert_equal(run(op, t, call=lambda t: inside(seed, *t.values())), expected)
     assert_equal(run(op, t, call=lambda t: _checkpoint(outside, seed, *t.values())), expected)
 

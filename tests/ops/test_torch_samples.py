@@ -41,7 +41,7 @@ def _plain_dropout(sample):
 
 # name: ours, torch's where not the OpInfo's own, how many samples must have run
 FUNCTIONS = {
-    "nn.functional.layer_norm": (_norm(ckpt_ops.layer_norm), None, 6),
+    "nn.functional.layer_norm": (_norm(ckpt_ops.layer_norm), None, 4),
     "nn.functional.rms_norm": (_norm(ckpt_ops.rms_norm), None, 4),
     "nn.functional.gelu": (_gelu, None, 4),
     "nn.functional.dropout": (_dropout, _plain_dropout, 5),
@@ -50,8 +50,11 @@ FUNCTIONS = {
 
 
 def _refused(sample):
-    """What we leave to torch: its own random numbers, and a query of fewer dimensions than the keys."""
+    """What is left out: torch's own random numbers, a query of fewer dimensions than the keys, and a norm over one
+    element, whose gradient is 0 plus rounding."""
     if sample.kwargs.get("dropout_p", 0.0) != 0:
+        return True
+    if sample.args and sample.args[0] == (1,):
         return True
     tensors = [t for t in sample.args[:2] if isinstance(t, torch.Tensor)]
     return len(tensors) == 2 and any(t.dim() != sample.input.dim() for t in tensors)
