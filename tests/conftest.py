@@ -1,7 +1,7 @@
 """The backends under test, and NaN in all fresh memory.
 
 A new backend needs one entry in DEVICES (and, if it is slow, in SLOW): the suite runs over it.
-CKPT_OPS_TEST_BACKENDS=cpu,reference narrows the run.
+CKPT_OPS_TEST_BACKENDS=cpu,reference narrows the run; CKPT_OPS_TEST_EXAMPLES=500 searches longer where shapes are random.
 """
 
 import os
@@ -16,7 +16,12 @@ import ckpt_ops
 DEVICES = {"reference": "cpu", "cpu": "cpu"}  # where each backend's inputs live
 SLOW = ()  # backends that get the small shapes only
 
-hypothesis.settings.register_profile("ckpt_ops", deadline=None, max_examples=25, derandomize=bool(os.environ.get("CI")))
+hypothesis.settings.register_profile(
+    "ckpt_ops",
+    deadline=None,
+    max_examples=int(os.environ.get("CKPT_OPS_TEST_EXAMPLES", 25)),
+    derandomize=bool(os.environ.get("CI")),
+)
 hypothesis.settings.load_profile("ckpt_ops")
 
 
@@ -61,7 +66,9 @@ def backend(request):
         yield Backend(request.param, DEVICES[request.param])
 
 
-@pytest.fixture(params=[name for name in READY if name != "reference"] or [pytest.param(None, marks=pytest.mark.skip("no kernel backend"))])
+@pytest.fixture(
+    params=[name for name in READY if name != "reference"] or [pytest.param(None, marks=pytest.mark.skip("no kernel backend"))]
+)
 def fused(request):
     """Each ready backend that has kernels."""
     with ckpt_ops.use_backend(request.param):

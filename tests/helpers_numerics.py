@@ -41,7 +41,9 @@ def assert_close(op, tensors, p=0.0, seed=SEED, stream=0, origin=(0, 0, 0), shap
         truth = run(op, doubles(tensors), random, grads)
     m = 1.0
     if op.random and p != 0:
-        m = multiplier(op.mask_shape(op.shape if shape is None else shape), p, seed, x.dtype, x.device, stream=stream, origin=origin)
+        m = multiplier(
+            op.mask_shape(op.shape if shape is None else shape), p, seed, x.dtype, x.device, stream=stream, origin=origin
+        )
     plain = [run(op, tensors, dict(m=m), grads, call=op.plain)]
     if x.dtype == torch.float64:
         plain.append(run(op, tensors, dict(m=m), grads, call=op.plain_reversed))

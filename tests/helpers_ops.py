@@ -1,7 +1,7 @@
 """Every op in one table: what it takes, how ours and plain torch's are called. Tests of "all ops" loop over it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 import torch.nn.functional as F

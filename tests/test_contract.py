@@ -39,7 +39,10 @@ def _parts(stem):
         yield f"schema {name}_fwd", f"{name}_fwd" in schema_names()
         yield f"schema {name}_bwd", f"{name}_bwd" in schema_names() or name == "dropout"  # its own backward
         yield f"ckpt_ops.functional.{public}", public in ckpt_ops.functional.__all__ and hasattr(ckpt_ops, public)
-        yield f"'Kept for backward' in the docstring of {public}", "Kept for backward:" in (getattr(ckpt_ops, public).__doc__ or "")
+        yield (
+            f"'Kept for backward' in the docstring of {public}",
+            "Kept for backward:" in (getattr(ckpt_ops, public).__doc__ or ""),
+        )
 
 
 @pytest.mark.parametrize("stem", STEMS)

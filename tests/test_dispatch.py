@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import ckpt_ops
-from conftest import READY
 from ckpt_ops import dispatch
+from conftest import READY
 from helpers_ops import EACH_OP, make
 
 each = pytest.mark.parametrize("op", EACH_OP, ids=str)
@@ -30,7 +30,8 @@ def test_the_suite_covers_the_compiled_kernels():
 @each
 def test_unknown_backend(op):
     t = make(op)
-    with pytest.raises(ValueError, match="unknown backend 'cud'; choose one of reference, cpu, cuda, triton"), ckpt_ops.use_backend("cud"):
+    refused = pytest.raises(ValueError, match="unknown backend 'cud'; choose one of reference, cpu, cuda, triton")
+    with refused, ckpt_ops.use_backend("cud"):
         op.ours(t, p=0.5)
     public = {"attention": "scaled_dot_product_attention"}.get(op.stem, op.name.split("-")[0])
     call = getattr(ckpt_ops, public)
@@ -56,7 +57,8 @@ def _arguments(op, t):
 def test_a_named_backend_is_refused_with_every_reason(op, name):
     if ckpt_ops.backends()[name] == "ready":
         pytest.skip(f"{name} is ready here")
-    with ckpt_ops.use_backend(name), pytest.raises(RuntimeError, match=f"backend '{name}' cannot serve this call: .*; it runs on cuda"):
+    text = f"backend '{name}' cannot serve this call: .*; it runs on cuda"
+    with ckpt_ops.use_backend(name), pytest.raises(RuntimeError, match=text):
         op.ours(make(op), p=0.5)
 
 

@@ -135,7 +135,6 @@ def replayed(fn, x, **k):
     return checkpoint(fn, x, use_reentrant=False, preserve_rng_state=False, context_fn=seeds.replay(**k))
 
 
-
 def test_replay_gives_the_forwards_masks(backend):
     x = ones(backend.device)
     y = replayed(region, x)

@@ -93,7 +93,9 @@ def test_case_2_compiled_checkpoint_without_a_gradient(fused):
     for random in (dict(p=0.0), dict(p=0.5, seed=seed)):
         torch._dynamo.reset()
         region = lambda x, random=random: ckpt_ops.gelu_dropout(x, **random)  # noqa: E731
-        fn = torch.compile(lambda x, region=region: checkpoint(region, x, use_reentrant=False), backend="aot_eager", fullgraph=True)
+        fn = torch.compile(
+            lambda x, region=region: checkpoint(region, x, use_reentrant=False), backend="aot_eager", fullgraph=True
+        )
         assert torch.equal(fn(x), region(x))
 
 
@@ -217,5 +219,3 @@ def test_case_12_the_public_mask_rebuilds_the_op(backend):
     x = torch.randn(64, 100, device=backend.device)
     mask = ckpt_ops.dropout_mask(x.shape, 0.3, 17, device=x.device)
     assert torch.equal(ckpt_ops.dropout(x, 0.3, seed=17), x * mask * ckpt_ops.dropout_scale(0.3))
-
-

@@ -88,7 +88,11 @@ def test_case_36_dropout_is_off_in_eval(backend):
     state = torch.get_rng_state()
     one, two = module(q, k, v), module(q, k, v)
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(one, two) and torch.equal(one, sdpa(q, k, v)) and torch.equal(one, sdpa(q, k, v, dropout_p=0.5, training=False))
+    assert (
+        torch.equal(one, two)
+        and torch.equal(one, sdpa(q, k, v))
+        and torch.equal(one, sdpa(q, k, v, dropout_p=0.5, training=False))
+    )
     assert not torch.equal(module.train()(q, k, v), one)
 
 
@@ -107,4 +111,6 @@ def test_masks_of_finfo_min_hide_in_every_dtype(backend):
         q, k, v = (torch.randn(1, 1, 5, 8, dtype=dtype, device=backend.device) for _ in range(3))
         hide = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0], device=backend.device) == 1
         mask = torch.zeros(5, 5, dtype=dtype, device=backend.device).masked_fill(hide, torch.finfo(dtype).min)
-        assert_close(attention_op(), {"q": q.requires_grad_(), "k": k.requires_grad_(), "v": v.requires_grad_(), "attn_mask": mask})
+        assert_close(
+            attention_op(), {"q": q.requires_grad_(), "k": k.requires_grad_(), "v": v.requires_grad_(), "attn_mask": mask}
+        )

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import ckpt_ops
 from helpers_numerics import SEED
 from helpers_ops import ALL_OPS, LAYOUTS, RANDOM_OPS, make
 
@@ -73,7 +72,9 @@ def test_case_65_fake_strides_are_the_real_ones(fused, op, layout):
 
 
 def _python(code, **environment):
-    return subprocess.run([sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_case_67_without_triton():

@@ -71,7 +71,9 @@ def test_kept_bytes(fused, op, dtype):
     size = 8 if dtype == torch.float64 else 4
     t = {n: torch.nn.Parameter(x.detach()) if n in ("weight", "bias", "input_bias") else x for n, x in t.items()}
     kept = ckpt_ops.memory.kept(lambda: op.ours(t, p=0.1))
-    assert kept.bytes - 256 * t["weight"].element_size() * _seen(kept, t["weight"]) == t["x"].nbytes + 64 * statistics * size + 8
+    assert (
+        kept.bytes - 256 * t["weight"].element_size() * _seen(kept, t["weight"]) == t["x"].nbytes + 64 * statistics * size + 8
+    )
 
 
 def _seen(kept, parameter):

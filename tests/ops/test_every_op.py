@@ -17,7 +17,9 @@ RANDOM = dict(p=0.4, seed=SEED)
 
 def without_values(op):
     """The op that runs under torch.compile and torch.func: weights have no values to read, so the input is kept."""
-    return layer_norm_op("input") if op.name == "layer_norm-output" else rms_norm_op("input", 1.0) if "output" in op.name else op
+    return (
+        layer_norm_op("input") if op.name == "layer_norm-output" else rms_norm_op("input", 1.0) if "output" in op.name else op
+    )
 
 
 def assert_equal(results, expected):
@@ -299,7 +301,9 @@ def test_compile_by_inductor(fused):
 
 
 @each_random
-@pytest.mark.parametrize("stream, origin", [(0, (0, 0, 0)), (7, (0, 0, 0)), (2**32 - 1, (3, 5, 9)), (1, (2**31, 2**32 - 100, 2**35 - 1000))])
+@pytest.mark.parametrize(
+    "stream, origin", [(0, (0, 0, 0)), (7, (0, 0, 0)), (2**32 - 1, (3, 5, 9)), (1, (2**31, 2**32 - 100, 2**35 - 1000))]
+)
 def test_streams_and_origins(backend, op, stream, origin):
     assert_close(op, make(op, device=backend.device), p=0.4, stream=stream, origin=origin)
 

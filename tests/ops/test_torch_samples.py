@@ -11,6 +11,7 @@ from ckpt_ops.schemas import SCHEMAS
 from helpers_numerics import error
 from helpers_ops import LAYOUTS, relayout
 
+
 def samples(name, device, dtype):
     (info,) = [op for op in op_db if op.name == name and not op.variant_test_name]
     return info, list(info.sample_inputs(device, dtype, requires_grad=True))
@@ -155,7 +156,11 @@ def test_opcheck(fused, name):
     op = getattr(kernels(NAMESPACE[fused.name]), name).default
     for layout in LAYOUTS:
         arguments = _sample(name, layout)
-        tests = ("test_schema", "test_faketensor") if layout != "contiguous" else ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+        tests = (
+            ("test_schema", "test_faketensor")
+            if layout != "contiguous"
+            else ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+        )
         torch.library.opcheck(op, arguments, test_utils=tests)
 
 
