@@ -13,6 +13,9 @@ from . import functional, memory, nn, seeds
 from .dispatch import backends, use_backend
 from .functional import *  # noqa: F403
 from .mask import dropout_mask, dropout_scale
+from .policies.checkpoint import checkpoint
+from .policies.rungs import RUNGS, regenerate
+from .saved import regenerating
 
 __version__ = "0.1.0"
 

@@ -6,6 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from .saved.engine import watched
+from .saved.recipe import Handle, storage_key
+
 
 @dataclass(frozen=True)
 class Row:
@@ -48,21 +51,22 @@ def kept(fn, *args, **kwargs):
     """What autograd keeps alive between the forward `fn(*args, **kwargs)` and its backward.
 
     Each storage counts once and whole, however many tensors view it. Seen through
-    torch.autograd.graph.saved_tensors_hooks, so hooks that fn installs itself come first.
+    torch.autograd.graph.saved_tensors_hooks: what hooks that fn installs itself do with a tensor is not seen, but for this
+    package's engine, whose handles count as what their recipes start from.
 
     Returns: `Kept`, with `.bytes`, `.parameter_bytes`, `.rows`, `.output`.
     """
-    saved, parameters = {}, _parameter_storages(fn, args, kwargs)
+    packed, parameters = [], _parameter_storages(fn, args, kwargs)
 
     def pack(t):
         if isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter):
-            parameters.add(_key(t))
-        packed = _Packed(t.detach())  # detached: a kept output must not hold its own graph
-        saved.setdefault(_key(t), packed.tensor)
-        return packed
+            parameters.add(storage_key(t))
+        packed.append(_Packed(t.detach()))  # detached: a kept output must not hold its own graph
+        return packed[-1]
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
+    with watched(packed.append), torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
         output = fn(*args, **kwargs)
+    saved = {storage_key(t): t.detach() for value in packed for t in _held(value)}
     keepers = _keepers(output)
     rows = [
         Row(t.untyped_storage().nbytes(), " + ".join(keepers.get(key, _ELSEWHERE)), tuple(t.shape), t.dtype, key in parameters)
@@ -100,13 +104,19 @@ class _Packed(NamedTuple):
     tensor: torch.Tensor
 
 
-def _key(t):
-    return t.untyped_storage()._cdata
+def _held(value):
+    """The tensors behind what autograd was given instead of a saved tensor."""
+    if isinstance(value, _Packed):
+        yield value.tensor
+    elif isinstance(value, Handle):
+        yield from value.held()
+    elif isinstance(value, torch.Tensor):
+        yield value
 
 
 def _parameter_storages(fn, args, kwargs):
     modules = [m for m in (fn, getattr(fn, "__self__", None), *args, *kwargs.values()) if isinstance(m, nn.Module)]
-    return {_key(p) for m in modules for p in m.parameters()}
+    return {storage_key(p) for m in modules for p in m.parameters()}
 
 
 def _keepers(output):
@@ -119,19 +129,21 @@ def _keepers(output):
             continue
         seen.add(node)
         name = node.name().rpartition("::")[2].removesuffix("0").removesuffix("Backward")
-        for packed in _packed_by(node):
-            keepers.setdefault(_key(packed.tensor), []).append(name)
+        for value in _saved_by(node):
+            label = f"{name} (through {value.recipe.name})" if isinstance(value, Handle) else name
+            for t in _held(value):
+                keepers.setdefault(storage_key(t), []).append(label)
         todo.extend(next_node for next_node, _ in node.next_functions)
     return {key: sorted(set(names)) for key, names in keepers.items()}
 
 
-def _packed_by(node):
-    """What `kept` packed for this node. The raw values: reading the tensors would run a checkpoint's recomputation."""
+def _saved_by(node):
+    """What autograd holds for this node, as packed: reading the tensors would run a checkpoint's recomputation."""
     for name in dir(node):
         if name.startswith("_raw_saved_"):
             raw = getattr(node, name)
             for saved in raw if isinstance(raw, (list, tuple)) else (raw,):
-                if saved is not None and isinstance(saved.data, _Packed):
+                if saved is not None:
                     yield saved.data
 
 

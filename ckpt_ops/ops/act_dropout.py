@@ -5,9 +5,11 @@
     saved      x, bias (a parameter), seed (8 bytes)    never: h, act(h), the mask
 """
 
+import functools
+
 import torch
 
-from .. import dispatch, reference, seeds
+from .. import dispatch, reference, saved, seeds
 from ..library import fake
 from ._common import (
     check_bias,
@@ -86,7 +88,15 @@ def act_dropout(
     name = dispatch.choose("act_dropout", backend, input)
     if name == "reference":
         return reference.act_dropout(input, bias, act, random)
-    return ActDropout.apply(*distinct(input, bias), act, *random, dispatch.NAMESPACE[name])
+    y = ActDropout.apply(*distinct(input, bias), act, *random, dispatch.NAMESPACE[name])
+    if saved.active():
+        again = functools.partial(_again, act, *random[1:], dispatch.NAMESPACE[name])
+        saved.register("act_dropout", again, (input, bias, random.seed), (y,))
+    return y
+
+
+def _again(act, p, stream, origin, namespace, x, bias, seed):
+    return op(namespace, "act_dropout_fwd")(x, bias, act, seed, p, stream, origin)
 
 
 def gelu_dropout(input, p=0.5, approximate="none", bias=None, training=True, **random):

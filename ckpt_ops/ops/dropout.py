@@ -5,9 +5,11 @@
     saved      seed (8 bytes)        never: the mask
 """
 
+import functools
+
 import torch
 
-from .. import dispatch, reference, seeds
+from .. import dispatch, reference, saved, seeds
 from ..library import fake
 from ._common import check_floating, first_derivative_only, op, vmap_by_sample
 
@@ -65,4 +67,11 @@ def dropout(
     name = dispatch.choose("dropout", backend, input)
     if name == "reference":
         return reference.dropout(input, random)
-    return Dropout.apply(input, *random, dispatch.NAMESPACE[name])
+    y = Dropout.apply(input, *random, dispatch.NAMESPACE[name])
+    if saved.active() and saved.current().knows(input):  # else its input would have to be kept for it
+        saved.register("dropout", functools.partial(_again, *random[1:], dispatch.NAMESPACE[name]), (input, random.seed), (y,))
+    return y
+
+
+def _again(p, stream, origin, namespace, x, seed):
+    return op(namespace, "dropout_fwd")(x, seed, p, stream, origin)

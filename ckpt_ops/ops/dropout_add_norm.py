@@ -5,9 +5,11 @@
     saved      r, 8 bytes a row (LayerNorm) or 4 (RMSNorm), seed (8 bytes)      never: x, residual, the mask
 """
 
+import functools
+
 import torch
 
-from .. import dispatch, reference, seeds
+from .. import dispatch, reference, saved, seeds
 from ..library import fake
 from ._common import (
     check_bias,
@@ -20,6 +22,7 @@ from ._common import (
     statistics_dtype,
     vmap_by_sample,
 )
+from . import layer_norm, rms_norm
 from ._norm import check_shape, default_eps
 
 
@@ -162,7 +165,12 @@ def dropout_add_layer_norm(
     if name == "reference":
         return reference.dropout_add_layer_norm(input, residual, input_bias, weight, bias, shape, eps, random)
     tensors = distinct(input, residual, input_bias, weight, bias)
-    return DropoutAddLayerNorm.apply(*tensors, shape, float(eps), *random, dispatch.NAMESPACE[name])[:2]
+    namespace = dispatch.NAMESPACE[name]
+    y, r = DropoutAddLayerNorm.apply(*tensors, shape, float(eps), *random, namespace)[:2]
+    if saved.active():  # r is kept, and y is its norm
+        again = functools.partial(layer_norm.again, shape, float(eps), namespace)
+        saved.register("dropout_add_layer_norm", again, (r, weight, bias), (y,))
+    return y, r
 
 
 def dropout_add_rms_norm(
@@ -183,4 +191,9 @@ def dropout_add_rms_norm(
     if name == "reference":
         return reference.dropout_add_rms_norm(input, residual, input_bias, weight, shape, eps, offset, random)
     tensors = distinct(input, residual, input_bias, weight)
-    return DropoutAddRMSNorm.apply(*tensors, shape, eps, float(offset), *random, dispatch.NAMESPACE[name])[:2]
+    namespace = dispatch.NAMESPACE[name]
+    y, r = DropoutAddRMSNorm.apply(*tensors, shape, eps, float(offset), *random, namespace)[:2]
+    if saved.active():
+        again = functools.partial(rms_norm.again, shape, eps, float(offset), namespace)
+        saved.register("dropout_add_rms_norm", again, (r, weight), (y,))
+    return y, r

@@ -7,9 +7,11 @@
 Zhang, Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
 """
 
+import functools
+
 import torch
 
-from .. import dispatch, reference
+from .. import dispatch, reference, saved
 from ..library import fake
 from ._common import (
     check_floating,
@@ -88,4 +90,13 @@ def rms_norm(input, normalized_shape, weight=None, eps=None, *, offset=0.0, save
     if name == "reference":
         return reference.rms_norm(input, weight, shape, eps, offset)
     from_output = save == "output" and output_tells_input(weight, offset=offset)
-    return RMSNorm.apply(*distinct(input, weight), shape, eps, float(offset), from_output, dispatch.NAMESPACE[name])[0]
+    namespace = dispatch.NAMESPACE[name]
+    y = RMSNorm.apply(*distinct(input, weight), shape, eps, float(offset), from_output, namespace)[0]
+    if saved.active() and not from_output:
+        saved.register("rms_norm", functools.partial(again, shape, eps, float(offset), namespace), (input, weight), (y,))
+    return y
+
+
+def again(shape, eps, offset, namespace, x, weight):
+    """y, from what the forward keeps."""
+    return op(namespace, "rms_norm_fwd")(x, weight, shape, eps, offset)[0]

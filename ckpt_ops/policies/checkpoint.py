@@ -1,0 +1,111 @@
+"""torch.utils.checkpoint, set up so that the recomputation is the forward again."""
+
+import contextlib
+import functools
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from .. import seeds
+
+
+def checkpoint(function, *args, context_fn=None, **kwargs):
+    """torch.utils.checkpoint.checkpoint(function, *args), non-reentrant, as training needs it.
+
+    * Seeds that this package draws are taped and replayed; torch's generators are restored for other randomness.
+    * Autocast's weight cache is off inside, so that a weight used in several regions is cast in each.
+    * Buffers of an nn.Module (BatchNorm's statistics and counters) are updated once, not again in recomputation.
+    * A list, dict or cache object among the arguments must not grow: a KV cache would be appended to twice.
+    * Without a recorded graph, the function is simply called.
+
+    context_fn: another one to combine with, e.g. from torch.utils.checkpoint.create_selective_checkpoint_contexts.
+    Kept for backward: the arguments, 8 bytes for each seed drawn.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    run = functools.partial(_run, function, _autocast_states())
+    contexts = seeds.replay(functools.partial(_with_restored_buffers, _module_of(function), context_fn))
+    return torch_checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _autocast_states():
+    types = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    return [(t, torch.get_autocast_dtype(t)) for t in types if torch.is_autocast_enabled(t)]
+
+
+def _run(function, autocast, *args, **kwargs):
+    before = _fingerprint((args, kwargs))
+    with contextlib.ExitStack() as stack:
+        for device_type, dtype in autocast:
+            stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=False))
+        output = function(*args, **kwargs)
+    if _fingerprint((args, kwargs)) != before:
+        raise RuntimeError(
+            "ckpt_ops.checkpoint: the region changed a cache or container that was passed to it (a KV cache?). Recomputation "
+            "would change it again; call the model with use_cache=False while it trains"
+        )
+    return output
+
+
+def _fingerprint(value, depth=3):
+    """The sizes of all containers in the arguments, and of what cache objects hold."""
+    if isinstance(value, (list, tuple, set)):
+        return (len(value), *(_fingerprint(v, depth - 1) for v in value)) if depth else len(value)
+    if isinstance(value, dict):
+        return (len(value), *(_fingerprint(v, depth - 1) for v in value.values())) if depth else len(value)
+    if "cache" in type(value).__name__.lower() and depth and hasattr(value, "__dict__"):
+        return _fingerprint(vars(value), depth - 1)
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _module_of(function):
+    if isinstance(function, nn.Module):
+        return function
+    owner = getattr(function, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def _with_restored_buffers(module, context_fn):
+    forward, recompute = context_fn() if context_fn is not None else (contextlib.nullcontext(), contextlib.nullcontext())
+    return forward, _RestoredBuffers(module, recompute)
+
+
+class _RestoredBuffers:
+    """In recomputation: the module's buffers are as they were before it, afterwards."""
+
+    def __init__(self, module, inner):
+        self._module, self._inner = module, inner
+
+    def __enter__(self):
+        self._before = [(b, b.clone()) for b in self._module.buffers()] if self._module is not None else []
+        self._inner.__enter__()
+
+    def __exit__(self, *error):
+        with torch.no_grad():
+            for buffer, before in self._before:
+                buffer.copy_(before)
+        return self._inner.__exit__(*error)
+
+
+class CheckpointedForward:
+    """A module's forward, run as one checkpoint. An object in the module's __dict__: it copies and pickles with it."""
+
+    def __init__(self, module):
+        self._module = module
+
+    @classmethod
+    def install(cls, module):
+        if "forward" in vars(module):
+            raise ValueError(
+                f"regenerate: the forward of a {type(module).__name__} is wrapped already (a checkpoint of its own?); "
+                "undo that first, or its activations would be recomputed twice"
+            )
+        module.forward = cls(module)
+        return module.forward
+
+    def __call__(self, *args, **kwargs):
+        return checkpoint(functools.partial(type(self._module).forward, self._module), *args, **kwargs)
+
+    def remove(self):
+        del self._module.forward

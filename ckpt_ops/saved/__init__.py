@@ -1,0 +1,11 @@
+"""The saved-tensor engine: every tensor that autograd keeps is kept, regenerated from a recipe, or offloaded.
+
+An op or module *registers* its output with a recipe: how to make it again, and from what. While an engine is active, it
+sees each tensor that autograd saves (torch.autograd.graph.saved_tensors_hooks). One that lies in a registered storage is
+replaced by a handle; in backward the handle's recipe runs once, and all consumers of that storage share the result.
+"""
+
+from .engine import active, current, regenerating, register
+from .recipe import Refused
+
+__all__ = ["Refused", "active", "current", "regenerating", "register"]

@@ -1,0 +1,168 @@
+"""Which tensors are registered, and the hooks that replace them."""
+
+import contextlib
+import threading
+from collections import Counter
+
+import torch
+
+from .recipe import Entry, Handle, Recipe, Refused, storage_key
+from .verify import current_verifier
+
+
+class _Threads(threading.local):
+    engine = None
+    watch = None  # memory.kept's: called with everything that an engine hands to autograd
+
+
+_threads = _Threads()
+
+
+def current():
+    """The engine active in this thread, or None."""
+    return _threads.engine
+
+
+def active():
+    """Whether an op should register its output: an engine is on top of the saved-tensor hooks, and a graph is recorded.
+
+    Inside a torch.utils.checkpoint region (or save_on_cpu, ...) other hooks are on top, and the engine is inert: what
+    is saved there is their business.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    engine = _threads.engine
+    return engine is not None and engine.accepts and torch.is_grad_enabled() and engine.on_top()
+
+
+def register(name, fn, inputs, outputs, guards=()):
+    """Registers `outputs` of the call fn(*inputs) with the active engine. Call it only while `active()`.
+
+    fn must give bit-identical outputs for the same inputs. guards: tensors it reads besides the inputs.
+    What cannot be registered stays kept, and the engine remembers why.
+    """
+    engine = _threads.engine
+    try:
+        engine.register(name, fn, inputs, outputs, guards)
+    except Refused as reason:
+        engine.refused[name] = str(reason)
+
+
+class Engine:
+    """Registered storages of one forward, and the pack and unpack hooks.
+
+    accepts: whether ops of this package register on their own.
+    replaced, refused: per module or op name, how many saved tensors were replaced; why an output was not registered.
+    """
+
+    def __init__(self, accepts=True, verifier=None):
+        self.accepts, self.verifier = accepts, verifier
+        self.replaced, self.refused = Counter(), {}
+        self._entries, self._sweep_at = {}, 256
+
+    def register(self, name, fn, inputs, outputs, guards=()):
+        held = {storage_key(t) for t in (*inputs, *guards) if isinstance(t, torch.Tensor)}
+        for out in outputs:
+            if type(out) is not torch.Tensor or torch._C._functorch.is_functorch_wrapped_tensor(out):
+                raise Refused(f"an output is a {type(out).__name__}, not a plain tensor")
+            if storage_key(out) in held:
+                raise Refused("it returns its input's own memory (in place, or a view)")
+        packed = [self.replace(t.detach()) if isinstance(t, torch.Tensor) else t for t in inputs]
+        recipe = Recipe(name, fn, packed, guards, outputs)
+        for index, out in enumerate(outputs):
+            self._entries[storage_key(out)] = Entry(recipe, index, out)
+        if len(self._entries) > self._sweep_at:
+            self._sweep()
+
+    def knows(self, t):
+        """Whether the tensor lies in a registered storage."""
+        entry = self._entries.get(storage_key(t)) if type(t) is torch.Tensor else None
+        return entry is not None and not entry.storage.expired() and entry.version == t._version
+
+    def _sweep(self):
+        """Drops storages that are gone, and with them the inputs that their recipes hold."""
+        self._entries = {key: entry for key, entry in self._entries.items() if not entry.storage.expired()}
+        self._sweep_at = max(256, 2 * len(self._entries))
+
+    def pack(self, t):
+        """The pack hook of autograd."""
+        packed = self.replace(t)
+        if type(packed) is Handle:
+            self.replaced[packed.recipe.name] += 1
+        if _threads.watch is not None:
+            _threads.watch(packed)
+        return packed
+
+    def replace(self, t):
+        """A handle if the tensor lies in a registered storage that has not changed since, else the tensor."""
+        if type(t) is not torch.Tensor:
+            return t
+        key = storage_key(t)
+        entry = self._entries.get(key)
+        if entry is None:
+            return t
+        if entry.storage.expired():
+            del self._entries[key]
+            return t
+        name = entry.recipe.name
+        if t._version != entry.version:
+            self.refused.setdefault(name, "its output was modified in place afterwards")
+            return t
+        if t.dtype != entry.dtype:
+            return t
+        return Handle(entry.recipe, entry.index, t, self.verifier.original(t) if self.verifier else None)
+
+    def unpack(self, packed):
+        if type(packed) is not Handle:
+            return packed
+        value = packed.tensor()
+        if packed.original is not None:
+            self.verifier.compare(packed.recipe.name, packed.original, value)
+        return value
+
+    def on_top(self):
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return hooks is not None and getattr(hooks[0], "__self__", None) is self
+
+    def clear(self):
+        """Forgets the registrations; handles keep the recipes that they need."""
+        self._entries.clear()
+
+
+@contextlib.contextmanager
+def entered(engine):
+    """Makes an engine the active one, with its hooks on top."""
+    before, _threads.engine = _threads.engine, engine
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(engine.pack, engine.unpack):
+            yield engine
+    finally:
+        _threads.engine = before
+        engine.clear()
+
+
+@contextlib.contextmanager
+def watched(watch):
+    """Within the context, calls watch(tensor or Handle) for all that engines of this thread hand to autograd."""
+    before, _threads.watch = _threads.watch, watch
+    try:
+        yield
+    finally:
+        _threads.watch = before
+
+
+@contextlib.contextmanager
+def regenerating():
+    """For hand-written models: within the context, outputs of this package's norms and activations are regenerated.
+
+        with ckpt_ops.regenerating():
+            loss = model(x)
+        loss.backward()
+
+    Outside of a recorded graph (no_grad, inference_mode) it does nothing.
+    """
+    if not torch.is_grad_enabled() or current() is not None:
+        yield current()
+        return
+    with entered(Engine(verifier=current_verifier())) as engine:
+        yield engine

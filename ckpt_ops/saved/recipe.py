@@ -1,0 +1,119 @@
+"""A recipe makes the outputs of one call again; a handle stands for one tensor on such an output."""
+
+import contextlib
+import threading
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+# One regeneration at a time: recipes nest, and consumers of one value may run in several threads.
+_lock = threading.RLock()
+
+
+class Refused(Exception):
+    """Why an output was not registered."""
+
+
+class Recipe:
+    """fn(*inputs) gives the outputs again, a tensor or a tuple of them.
+
+    inputs: tensors that are kept, handles of tensors that are themselves regenerated, or other values.
+    guards: more tensors (parameters) that fn reads and that must not have changed by then.
+    """
+
+    __slots__ = ("name", "fn", "inputs", "guards", "autocast", "nbytes", "handles", "runs", "_values", "_left")
+
+    def __init__(self, name, fn, inputs, guards, outputs):
+        self.name, self.fn, self.inputs = name, fn, inputs
+        self.guards = [(t, t._version) for t in (*guards, *inputs) if isinstance(t, torch.Tensor)]
+        self.autocast = autocast_state(outputs[0].device.type)
+        self.nbytes = [out.untyped_storage().nbytes() for out in outputs]
+        self.handles = self.runs = self._left = 0
+        self._values = None
+
+    def take(self, index):
+        """Output `index`, made again if need be. Dropped once every handle has taken it, or with the backward."""
+        with _lock:
+            if self._values is None:
+                self._values, self._left = self._run(), self.handles
+                if torch._C._current_graph_task_id() != -1:
+                    torch.autograd.Variable._execution_engine.queue_callback(self._drop)
+            value = self._values[index]
+            self._left -= 1
+            if self._left <= 0:
+                self._drop()
+            return value
+
+    def _drop(self):
+        self._values = None
+
+    def _run(self):
+        for t, version in self.guards:
+            if t._version != version:
+                raise RuntimeError(
+                    f"ckpt_ops: the output of {self.name} cannot be made again for backward: a tensor of shape "
+                    f"{tuple(t.shape)} that it was made from has been modified in place since. Leave this module out of "
+                    "what is regenerated, or do not modify its inputs and parameters between forward and backward"
+                )
+        inputs = [i.tensor() if isinstance(i, Handle) else i for i in self.inputs]
+        with torch.no_grad(), restored_autocast(self.autocast):
+            values = self.fn(*inputs)
+        values = values if isinstance(values, tuple) else (values,)
+        for value, nbytes in zip(values, self.nbytes, strict=True):
+            if value.untyped_storage().nbytes() != nbytes:
+                raise RuntimeError(
+                    f"ckpt_ops: {self.name} did not give the same output again: a storage of "
+                    f"{value.untyped_storage().nbytes()} bytes, {nbytes} in forward"
+                )
+        self.runs += 1
+        return values
+
+
+class Handle:
+    """What autograd holds instead of a tensor: a place on a recipe's output."""
+
+    __slots__ = ("recipe", "index", "size", "stride", "offset", "original")
+
+    def __init__(self, recipe, index, t, original=None):
+        recipe.handles += 1
+        self.recipe, self.index, self.original = recipe, index, original
+        self.size, self.stride, self.offset = t.size(), t.stride(), t.storage_offset()
+
+    def held(self):
+        """The tensors that this handle keeps alive: what its recipe, and the recipes of that one's inputs, start from."""
+        for i in self.recipe.inputs:
+            if isinstance(i, Handle):
+                yield from i.held()
+            elif isinstance(i, torch.Tensor):
+                yield i
+
+    def tensor(self):
+        return self.recipe.take(self.index).as_strided(self.size, self.stride, self.offset)
+
+
+class Entry:
+    """A registered storage. It is known by a weak reference: an address is reused as soon as it is freed."""
+
+    __slots__ = ("recipe", "index", "storage", "version", "dtype")
+
+    def __init__(self, recipe, index, t):
+        self.recipe, self.index = recipe, index
+        self.storage, self.version, self.dtype = StorageWeakRef(t.untyped_storage()), t._version, t.dtype
+
+
+def storage_key(t):
+    return t.untyped_storage()._cdata
+
+
+def autocast_state(device_type):
+    """(device type, enabled, dtype) where autocast matters for what runs now, else None."""
+    if not torch.is_autocast_enabled(device_type):
+        return (device_type, False, None)
+    return (device_type, True, torch.get_autocast_dtype(device_type))
+
+
+def restored_autocast(state):
+    device_type, enabled, dtype = state
+    if not enabled and not torch.is_autocast_enabled(device_type):
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False)
