@@ -5,7 +5,6 @@ that gets the same tensor gets the same mask, under any checkpoint, compiler or 
 """
 
 import contextlib
-import functools
 import threading
 from typing import NamedTuple
 
