@@ -21,12 +21,16 @@ __version__ = "0.1.0"
 
 __all__ = [
     *functional.__all__,
+    "RUNGS",
     "backends",
+    "checkpoint",
     "dropout_mask",
     "dropout_scale",
     "functional",
     "memory",
     "nn",
+    "regenerate",
+    "regenerating",
     "seeds",
     "use_backend",
 ]

@@ -1,8 +1,8 @@
 """The op list: one schema a line, defined in every kernel backend's namespace, compiled extension or not.
 
-    seed        one int64 element on x's device; None where p is 0 or 1
-    origin      (plane0, row0, col0), added to a mask's index (see mask.py)
-    dbias dw db the statistics' dtype (float32, float64 for float64), shape [0] where not asked for
+seed        one int64 element on x's device; None where p is 0 or 1
+origin      (plane0, row0, col0), added to a mask's index (see mask.py)
+dbias dw db the statistics' dtype (float32, float64 for float64), shape [0] where not asked for
 """
 
 SCHEMAS = (

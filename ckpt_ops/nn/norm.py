@@ -13,7 +13,9 @@ class LayerNorm(nn.LayerNorm):
     Kept for backward: input and 8 bytes a row, or with save="output" the result and 4 bytes a row.
     """
 
-    def __init__(self, normalized_shape, eps=1e-5, elementwise_affine=True, bias=True, device=None, dtype=None, *, save="input"):
+    def __init__(
+        self, normalized_shape, eps=1e-5, elementwise_affine=True, bias=True, device=None, dtype=None, *, save="input"
+    ):
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self.save = save
 
@@ -73,9 +75,7 @@ class DropoutAddRMSNorm(RandomModule, RMSNorm):
     The state_dict is torch.nn.RMSNorm's. Kept for backward: r, 4 bytes a row, 8 bytes.
     """
 
-    def __init__(
-        self, normalized_shape, eps=None, elementwise_affine=True, device=None, dtype=None, *, offset=0.0, p=0.0
-    ):
+    def __init__(self, normalized_shape, eps=None, elementwise_affine=True, device=None, dtype=None, *, offset=0.0, p=0.0):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, offset=offset)
         _check_p(p)
         self.p = p

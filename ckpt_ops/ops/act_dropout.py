@@ -1,8 +1,8 @@
 """y = dropout(act(x + bias), p).
 
-    forward    y  = m * act(h),  h = x + bias      m = keep * scale, regrown from (seed, index)
-    backward   dx = m * act'(h) * dy               dbias = sum of dx over rows
-    saved      x, bias (a parameter), seed (8 bytes)    never: h, act(h), the mask
+forward    y  = m * act(h),  h = x + bias      m = keep * scale, regrown from (seed, index)
+backward   dx = m * act'(h) * dy               dbias = sum of dx over rows
+saved      x, bias (a parameter), seed (8 bytes)    never: h, act(h), the mask
 """
 
 import functools

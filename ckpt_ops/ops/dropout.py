@@ -1,8 +1,8 @@
 """y = dropout(x, p).
 
-    forward    y  = m * x            m = keep * scale, regrown from (seed, index)
-    backward   dx = m * dy           the same kernel
-    saved      seed (8 bytes)        never: the mask
+forward    y  = m * x            m = keep * scale, regrown from (seed, index)
+backward   dx = m * dy           the same kernel
+saved      seed (8 bytes)        never: the mask
 """
 
 import functools
@@ -41,9 +41,7 @@ class Dropout(torch.autograd.Function):
         return vmap_by_sample(Dropout, info, in_dims, args)
 
 
-def dropout(
-    input, p=0.5, training=True, *, seed=None, stream=0, origin=(0, 0, 0), generator=None, backend=None
-):
+def dropout(input, p=0.5, training=True, *, seed=None, stream=0, origin=(0, 0, 0), generator=None, backend=None):
     """Zeroes elements with probability p and scales the others: torch.nn.functional.dropout with an 8-byte memory.
 
     Args:

@@ -1,8 +1,8 @@
 """y = residual + dropout(x + bias, p).
 
-    forward    y  = residual + m * (x + bias)      m = keep * scale, regrown from (seed, index)
-    backward   dx = m * dy,  dresidual = dy        dbias = sum of dx over rows
-    saved      seed (8 bytes)                      never: x, the mask
+forward    y  = residual + m * (x + bias)      m = keep * scale, regrown from (seed, index)
+backward   dx = m * dy,  dresidual = dy        dbias = sum of dx over rows
+saved      seed (8 bytes)                      never: x, the mask
 """
 
 import torch

@@ -1,8 +1,8 @@
 """r = residual + dropout(x + input_bias, p);  y = norm(r).  Both are returned: r is the residual stream.
 
-    forward    r = residual + m * (x + input_bias)     m = keep * scale, regrown from (seed, index);  y = norm(r)
-    backward   dresidual = dr + norm's dx(dy, r)       dx = m * dresidual,  dinput_bias = sum of dx over rows
-    saved      r, 8 bytes a row (LayerNorm) or 4 (RMSNorm), seed (8 bytes)      never: x, residual, the mask
+forward    r = residual + m * (x + input_bias)     m = keep * scale, regrown from (seed, index);  y = norm(r)
+backward   dresidual = dr + norm's dx(dy, r)       dx = m * dresidual,  dinput_bias = sum of dx over rows
+saved      r, 8 bytes a row (LayerNorm) or 4 (RMSNorm), seed (8 bytes)      never: x, residual, the mask
 """
 
 import functools
@@ -11,6 +11,7 @@ import torch
 
 from .. import dispatch, reference, saved, seeds
 from ..library import fake
+from . import layer_norm, rms_norm
 from ._common import (
     check_bias,
     check_floating,
@@ -22,7 +23,6 @@ from ._common import (
     statistics_dtype,
     vmap_by_sample,
 )
-from . import layer_norm, rms_norm
 from ._norm import check_shape, default_eps
 
 

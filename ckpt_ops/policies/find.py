@@ -10,7 +10,9 @@ _ACTIVATIONS = (
     nn.Sigmoid, nn.Tanh, nn.LogSigmoid, nn.Softsign, nn.PReLU,
 )  # fmt: skip
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
-_QKV = re.compile(r"qkv|kqv|(^|[._])[qkv]{1,3}(_?proj|_?lin|_proj)?$|c_attn|query|key|value|in_proj|to_[qkv]{1,3}$|^w_?[qkv]$", re.I)
+_QKV = re.compile(
+    r"qkv|kqv|(^|[._])[qkv]{1,3}(_?proj|_?lin|_proj)?$|c_attn|query|key|value|in_proj|to_[qkv]{1,3}$|^w_?[qkv]$", re.I
+)
 _OUTPUT = re.compile(r"^(o|out|output|dense|c_proj|proj|projection|to_out|wo)(_?proj|_?lin)?$", re.I)
 _ATTENTION = re.compile(r"att(e)?n", re.I)
 
@@ -86,7 +88,12 @@ def is_norm(m):
     if isinstance(m, _NORMS):
         return True
     own = dict(m.named_parameters(recurse=False))
-    return bool(re.search(r"norm$", type(m).__name__, re.I)) and not list(m.children()) and set(own) <= {"weight", "bias"} and not list(m.buffers())
+    return (
+        bool(re.search(r"norm$", type(m).__name__, re.I))
+        and not list(m.children())
+        and set(own) <= {"weight", "bias"}
+        and not list(m.buffers())
+    )
 
 
 def is_activation(m):

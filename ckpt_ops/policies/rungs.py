@@ -55,7 +55,9 @@ def _rung_of_each(blocks, rung):
     names = [block.name for block in blocks]
     rungs = dict.fromkeys(names, rung) if isinstance(rung, str) else {**dict.fromkeys(names, "store"), **rung}
     if unknown := set(rungs) - set(names):
-        raise ValueError(f"regenerate: no block named {', '.join(map(repr, sorted(unknown)))}; found {', '.join(map(repr, names))}")
+        raise ValueError(
+            f"regenerate: no block named {', '.join(map(repr, sorted(unknown)))}; found {', '.join(map(repr, names))}"
+        )
     for name in rungs.values():
         if name not in RUNGS:
             raise ValueError(f"regenerate: unknown rung {name!r}; choose one of {', '.join(RUNGS)}")
