@@ -1,10 +1,15 @@
 """Modules: parameters and one call each. Those with a twin in torch.nn subclass it and share its state_dict."""
 
 from .attention import Attention
-from .dropout import Dropout, DropoutAdd, GELUDropout
+from .dropout import ActDropout, Dropout, DropoutAdd, GELUDropout
+from .mlp import MLP
+from .multihead_attention import MultiheadAttention
 from .norm import DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
+from .transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
 __all__ = [
+    "MLP",
+    "ActDropout",
     "Attention",
     "Dropout",
     "DropoutAdd",
@@ -12,5 +17,8 @@ __all__ = [
     "DropoutAddRMSNorm",
     "GELUDropout",
     "LayerNorm",
+    "MultiheadAttention",
     "RMSNorm",
+    "TransformerDecoderLayer",
+    "TransformerEncoderLayer",
 ]

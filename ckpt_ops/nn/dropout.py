@@ -3,14 +3,16 @@
 from torch import nn
 
 from .. import functional as F
+from ..ops.act_dropout import ACTIVATIONS
 from ._random import RandomModule
 
 
 class Dropout(RandomModule, nn.Dropout):
-    """torch.nn.Dropout that keeps 8 bytes. `inplace` is accepted and saves nothing: no mask or input is kept anyway."""
+    """torch.nn.Dropout that keeps 8 bytes. `inplace` writes the result into the input, but needs room for both meanwhile."""
 
     def forward(self, input):
-        return F.dropout(input, self.p, self.training, **self.random())
+        y = F.dropout(input, self.p, self.training, **self.random())
+        return input.copy_(y) if self.inplace and y is not input else y
 
 
 class GELUDropout(RandomModule, nn.Module):
@@ -32,6 +34,28 @@ class GELUDropout(RandomModule, nn.Module):
 
     def extra_repr(self):
         return f"p={self.p}, approximate={self.approximate!r}"
+
+
+class ActDropout(RandomModule, nn.Dropout):
+    """dropout(act(input + bias), p).
+
+    Args:
+        act: "gelu" (exact), "gelu_tanh", "relu", "silu" or "relu2".  p: drop probability.
+    Kept for backward: input, 8 bytes.
+    """
+
+    def __init__(self, act, p=0.5):
+        super().__init__(p)
+        if act not in ACTIVATIONS:
+            raise ValueError(f"unknown activation {act!r}; choose one of {', '.join(ACTIVATIONS)}")
+        self.act = act
+
+    def forward(self, input, bias=None):
+        """input [..., C], bias [C] or None (e.g. of a Linear that was called without its own)."""
+        return F.act_dropout(input, self.act, self.p, bias, self.training, **self.random())
+
+    def extra_repr(self):
+        return f"{self.act!r}, p={self.p}"
 
 
 class DropoutAdd(RandomModule, nn.Module):

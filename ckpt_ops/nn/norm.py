@@ -13,6 +13,8 @@ class LayerNorm(nn.LayerNorm):
     Kept for backward: input and 8 bytes a row, or with save="output" the result and 4 bytes a row.
     """
 
+    save = "input"
+
     def __init__(
         self, normalized_shape, eps=1e-5, elementwise_affine=True, bias=True, device=None, dtype=None, *, save="input"
     ):
@@ -28,6 +30,8 @@ class RMSNorm(nn.RMSNorm):
 
     Kept for backward: input and 4 bytes a row, or with save="output" the result and 4 bytes a row.
     """
+
+    offset, save = 0.0, "input"
 
     def __init__(
         self, normalized_shape, eps=None, elementwise_affine=True, device=None, dtype=None, *, offset=0.0, save="input"

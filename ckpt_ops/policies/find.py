@@ -55,15 +55,18 @@ def _alike(modules):
 
 def _describe(name, module):
     block = Block(name, module)
+    declared = _declared(block)
     for path, m in module.named_modules():
         where = (_join(name, path), m)
+        if m in declared:
+            continue
         if is_norm(m):
             block.norms.append(where)
         elif is_activation(m):
             block.activations.append(where)
     activation_parents = {_parent(n) for n, _ in block.activations}
     for path, m in module.named_modules():
-        if not is_linear(m):
+        if m in declared or not is_linear(m):
             continue
         full, own = _join(name, path), path.rpartition(".")[2]
         in_attention = _ATTENTION.search(_parent(path)) or _ATTENTION.search(type(_at(module, _parent(path))).__name__)
@@ -75,6 +78,21 @@ def _describe(name, module):
         if not getattr(block, kind):
             block.notes.append(f"{kind}: none found" + (_HINTS.get(kind, "")))
     return block
+
+
+def _declared(block):
+    """Fills in what layers of this package say of themselves; returns them and all that is in them.
+
+    Such a layer has `regenerable`: {kind: names of children, "" for itself}. It may do several children's work in one kernel.
+    """
+    declared = set()
+    for path, m in block.module.named_modules():
+        if m in declared or not hasattr(m, "regenerable"):
+            continue
+        declared.update(m.modules())
+        for kind, names in m.regenerable.items():
+            getattr(block, kind).extend((_join(_join(block.name, path), n), m.get_submodule(n)) for n in names)
+    return declared
 
 
 _HINTS = {
@@ -99,7 +117,7 @@ def is_norm(m):
 def is_activation(m):
     if isinstance(m, _ACTIVATIONS):
         return True
-    named = re.search(r"gelu|silu|swish|relu|activation", type(m).__name__, re.I)
+    named = re.search(r"gelu|silu|swish|relu|activation|act_?dropout", type(m).__name__, re.I)
     return bool(named) and not list(m.children()) and not list(m.parameters())
 
 

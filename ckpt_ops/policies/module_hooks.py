@@ -8,29 +8,6 @@ from ..saved.engine import current, register
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
 
-class Accepts:
-    """For a module of this package: while it runs, its ops register their outputs themselves."""
-
-    refused = None
-
-    def __init__(self, name):
-        self.name = name
-
-    def install(self, module):
-        return [
-            module.register_forward_pre_hook(self._enter),
-            module.register_forward_hook(self._leave, always_call=True),
-        ]
-
-    def _enter(self, module, args):
-        if (engine := current()) is not None:
-            engine.accepts = True
-
-    def _leave(self, module, args, output):
-        if (engine := current()) is not None:
-            engine.accepts = False
-
-
 class Registers:
     """For any other module: its output is registered with the recipe "call its forward again".
 

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from ..memory import kept
+from ..saved.accepts import Accepts
 from ..saved.engine import Engine, current, entered
 from ..saved.verify import current_verifier
 from .checkpoint import CheckpointedForward
 from .find import find_blocks
-from .module_hooks import Accepts, Registers
+from .module_hooks import Registers
 
 RUNGS = ("store", "norms", "activations", "mlp", "qkv", "block")
 _KINDS = ("norms", "activations", "mlp", "qkv")
