@@ -15,7 +15,9 @@ from .functional import *  # noqa: F403
 from .mask import dropout_mask, dropout_scale
 from .policies.checkpoint import checkpoint
 from .policies.rungs import RUNGS, regenerate
+from .replacement import replace
 from .saved import regenerating
+from .saved.verify import verify
 
 __version__ = "0.1.0"
 
@@ -31,6 +33,8 @@ __all__ = [
     "nn",
     "regenerate",
     "regenerating",
+    "replace",
     "seeds",
     "use_backend",
+    "verify",
 ]

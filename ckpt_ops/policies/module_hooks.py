@@ -54,7 +54,7 @@ class Registers:
             positional = len(inputs) - len(names)
             return module.forward(*inputs[:positional], **dict(zip(names, inputs[positional:], strict=True)))
 
-        register(self.name, again, (*args, *kwargs.values()), outputs, guards=tuple(module.parameters()))
+        register(self.name, again, (*args, *kwargs.values()), outputs, tuple(module.parameters()), module)
 
 
 def _why_not(module):

@@ -35,15 +35,16 @@ def active():
     return engine is not None and engine.accepts and torch.is_grad_enabled() and engine.on_top()
 
 
-def register(name, fn, inputs, outputs, guards=()):
+def register(name, fn, inputs, outputs, guards=(), module=None):
     """Registers `outputs` of the call fn(*inputs) with the active engine. Call it only while `active()`.
 
-    fn must give bit-identical outputs for the same inputs. guards: tensors it reads besides the inputs.
+    fn must give bit-identical outputs for the same inputs. guards: tensors it reads besides the inputs. module: whose call
+    this is, where it is not the one that is running.
     What cannot be registered stays kept, and the engine remembers why.
     """
     engine = _threads.engine
     try:
-        engine.register(name, fn, inputs, outputs, guards)
+        engine.register(name, fn, inputs, outputs, guards, module)
     except Refused as reason:
         engine.refused[name] = str(reason)
 
@@ -60,7 +61,7 @@ class Engine:
         self.replaced, self.refused = Counter(), {}
         self._entries, self._sweep_at = {}, 256
 
-    def register(self, name, fn, inputs, outputs, guards=()):
+    def register(self, name, fn, inputs, outputs, guards=(), module=None):
         held = {storage_key(t) for t in (*inputs, *guards) if isinstance(t, torch.Tensor)}
         for out in outputs:
             if type(out) is not torch.Tensor or torch._C._functorch.is_functorch_wrapped_tensor(out):
@@ -69,6 +70,8 @@ class Engine:
                 raise Refused("it returns its input's own memory (in place, or a view)")
         packed = [self.replace(t.detach()) if isinstance(t, torch.Tensor) else t for t in inputs]
         recipe = Recipe(name, fn, packed, guards, outputs)
+        if self.verifier is not None:
+            recipe.source = self.verifier.source(name, module)
         for index, out in enumerate(outputs):
             self._entries[storage_key(out)] = Entry(recipe, index, out)
         if len(self._entries) > self._sweep_at:
@@ -110,15 +113,10 @@ class Engine:
             return t
         if t.dtype != entry.dtype:
             return t
-        return Handle(entry.recipe, entry.index, t, self.verifier.original(t) if self.verifier else None)
+        return Handle(entry.recipe, entry.index, t)
 
     def unpack(self, packed):
-        if type(packed) is not Handle:
-            return packed
-        value = packed.tensor()
-        if packed.original is not None:
-            self.verifier.compare(packed.recipe.name, packed.original, value)
-        return value
+        return packed.tensor() if type(packed) is Handle else packed
 
     def on_top(self):
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)

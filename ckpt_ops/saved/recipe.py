@@ -19,9 +19,10 @@ class Recipe:
 
     inputs: tensors that are kept, handles of tensors that are themselves regenerated, or other values.
     guards: more tensors (parameters) that fn reads and that must not have changed by then.
+    source: within a verify(), what its originals are kept under.
     """
 
-    __slots__ = ("name", "fn", "inputs", "guards", "autocast", "nbytes", "handles", "runs", "_values", "_left")
+    __slots__ = ("name", "fn", "inputs", "guards", "autocast", "nbytes", "handles", "runs", "source", "_values", "_left")
 
     def __init__(self, name, fn, inputs, guards, outputs):
         self.name, self.fn, self.inputs = name, fn, inputs
@@ -29,7 +30,7 @@ class Recipe:
         self.autocast = autocast_state(outputs[0].device.type)
         self.nbytes = [out.untyped_storage().nbytes() for out in outputs]
         self.handles = self.runs = self._left = 0
-        self._values = None
+        self._values = self.source = None
 
     def take(self, index):
         """Output `index`, made again if need be. Dropped once every handle has taken it, or with the backward."""
@@ -74,9 +75,10 @@ class Handle:
 
     __slots__ = ("recipe", "index", "size", "stride", "offset", "original")
 
-    def __init__(self, recipe, index, t, original=None):
+    def __init__(self, recipe, index, t):
         recipe.handles += 1
-        self.recipe, self.index, self.original = recipe, index, original
+        self.recipe, self.index = recipe, index
+        self.original = recipe.source.original(t) if recipe.source is not None else None
         self.size, self.stride, self.offset = t.size(), t.stride(), t.storage_offset()
 
     def held(self):
@@ -88,6 +90,13 @@ class Handle:
                 yield i
 
     def tensor(self):
+        if self.original is None:
+            return self._made()
+        value = self.original.source.computed(self._made)
+        self.original.compare(value)
+        return value
+
+    def _made(self):
         return self.recipe.take(self.index).as_strided(self.size, self.stride, self.offset)
 
 
