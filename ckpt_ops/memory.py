@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from .saved.engine import watched
-from .saved.recipe import Handle, storage_key
+from .saved.recipe import Handle, Stored, storage_key
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _held(value):
     """The tensors behind what autograd was given instead of a saved tensor."""
     if isinstance(value, _Packed):
         yield value.tensor
-    elif isinstance(value, Handle):
+    elif isinstance(value, (Handle, Stored)):
         yield from value.held()
     elif isinstance(value, torch.Tensor):
         yield value

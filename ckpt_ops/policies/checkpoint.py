@@ -2,9 +2,11 @@
 
 import contextlib
 import functools
+import types
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .. import seeds
@@ -68,23 +70,48 @@ def _module_of(function):
 
 def _with_restored_buffers(module, context_fn):
     forward, recompute = context_fn() if context_fn is not None else (contextlib.nullcontext(), contextlib.nullcontext())
-    return forward, _RestoredBuffers(module, recompute)
+    if module is None:
+        return forward, recompute
+    changed = []
+    return _WatchedBuffers(module, forward, changed), _RestoredBuffers(recompute, changed)
 
 
-class _RestoredBuffers:
-    """In recomputation: the module's buffers are as they were before it, afterwards."""
+class _WatchedBuffers:
+    """In forward: notes which buffers it changes, as (the module that has it, name)."""
 
-    def __init__(self, module, inner):
-        self._module, self._inner = module, inner
+    def __init__(self, module, inner, changed):
+        self._module, self._inner, self._changed = module, inner, changed
 
     def __enter__(self):
-        self._before = [(b, b.clone()) for b in self._module.buffers()] if self._module is not None else []
+        self._before = [(m, n, b, b._version) for m in self._module.modules() for n, b in m._buffers.items() if b is not None]
         self._inner.__enter__()
 
     def __exit__(self, *error):
-        with torch.no_grad():
-            for buffer, before in self._before:
-                buffer.copy_(before)
+        for m, name, buffer, version in self._before:
+            # The kernels of batch_norm change running statistics without counting it as a new version.
+            statistics = isinstance(m, _NormBase) and m.training
+            if statistics or m._buffers.get(name) is not buffer or buffer._version != version:
+                self._changed.append((m, name))
+        self._before = None
+        return self._inner.__exit__(*error)
+
+
+class _RestoredBuffers:
+    """In recomputation: afterwards, those buffers are as they were before it."""
+
+    def __init__(self, inner, changed):
+        self._inner, self._changed = inner, changed
+
+    def __enter__(self):
+        self._before = [(m, name, m._buffers[name], m._buffers[name].clone()) for m, name in self._changed]
+        self._inner.__enter__()
+
+    def __exit__(self, *error):
+        for m, name, buffer, value in self._before:
+            m._buffers[name] = buffer
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffer):
+                buffer.copy_(value)
+        self._before = None
         return self._inner.__exit__(*error)
 
 
@@ -96,16 +123,54 @@ class CheckpointedForward:
 
     @classmethod
     def install(cls, module):
-        if "forward" in vars(module):
-            raise ValueError(
-                f"regenerate: the forward of a {type(module).__name__} is wrapped already (a checkpoint of its own?); "
-                "undo that first, or its activations would be recomputed twice"
-            )
         module.forward = cls(module)
         return module.forward
 
     def __call__(self, *args, **kwargs):
-        return checkpoint(functools.partial(type(self._module).forward, self._module), *args, **kwargs)
+        return checkpoint(types.MethodType(type(self._module).forward, self._module), *args, **kwargs)
 
     def remove(self):
         del self._module.forward
+
+
+def refuse_checkpointed(model, blocks):
+    """Raises ValueError where a checkpoint of these blocks would be one inside another: three forwards instead of two."""
+    for m in model.modules():
+        if getattr(m, "gradient_checkpointing", False):
+            raise ValueError(
+                f"regenerate: {type(m).__name__} has gradient checkpointing of its own switched on; call "
+                "model.gradient_checkpointing_disable() first, or its activations would be recomputed twice"
+            )
+    for block in blocks:
+        if "forward" in vars(block) or any(type(m).__name__ == "CheckpointWrapper" for m in block.modules()):
+            raise ValueError(
+                f"regenerate: the forward of a {type(block).__name__} is wrapped already (a checkpoint of its own?); "
+                "undo that first, or its activations would be recomputed twice"
+            )
+
+
+class CacheOff:
+    """Hooks of a model with checkpointed blocks: `config.use_cache` is off during a call that trains, and only then.
+
+    A recomputed block would append its keys and values to the cache once more.
+    """
+
+    def __init__(self):
+        self._off = []
+
+    def install(self, model):
+        return [
+            model.register_forward_pre_hook(self._enter),
+            model.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def _enter(self, model, args):
+        if torch.is_grad_enabled():
+            for config in {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values():
+                if getattr(config, "use_cache", False):
+                    config.use_cache = False
+                    self._off.append(config)
+
+    def _leave(self, model, args, output):
+        while self._off:
+            self._off.pop().use_cache = True

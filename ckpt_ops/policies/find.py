@@ -64,7 +64,7 @@ def _describe(name, module):
             block.norms.append(where)
         elif is_activation(m):
             block.activations.append(where)
-    activation_parents = {_parent(n) for n, _ in block.activations}
+    around_activations = {a for n, _ in block.activations for a in _ancestors(n)}
     for path, m in module.named_modules():
         if m in declared or not is_linear(m):
             continue
@@ -72,7 +72,7 @@ def _describe(name, module):
         in_attention = _ATTENTION.search(_parent(path)) or _ATTENTION.search(type(_at(module, _parent(path))).__name__)
         if _QKV.search(own) or (in_attention and not _OUTPUT.match(own)):
             block.qkv.append((full, m))
-        elif not in_attention and _widens(m) and (_parent(full) in activation_parents or not activation_parents):
+        elif not in_attention and _widens(m) and (_parent(full) in around_activations or not around_activations):
             block.mlp.append((full, m))
     for kind in ("norms", "activations", "mlp", "qkv"):
         if not getattr(block, kind):
@@ -135,6 +135,12 @@ def _join(prefix, name):
 
 def _parent(path):
     return path.rpartition(".")[0]
+
+
+def _ancestors(path):
+    while path:
+        path = _parent(path)
+        yield path
 
 
 def _at(module, path):

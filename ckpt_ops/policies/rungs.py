@@ -10,6 +10,7 @@ A rung is a set of a block's modules whose outputs are made again in backward in
     block        the whole block: a checkpoint
 """
 
+import threading
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +20,7 @@ from ..memory import kept
 from ..saved.accepts import Accepts
 from ..saved.engine import Engine, current, entered
 from ..saved.verify import current_verifier
-from .checkpoint import CheckpointedForward
+from .checkpoint import CacheOff, CheckpointedForward, refuse_checkpointed
 from .find import find_blocks
 from .module_hooks import Registers
 
@@ -46,6 +47,8 @@ def regenerate(model, rung="activations", *, modules=()):
         raise ValueError("regenerate: this model is regenerated already; call remove() on the handle it gave first")
     blocks = find_blocks(model)
     rungs = _rung_of_each(blocks, rung)
+    if "block" in rungs.values():
+        refuse_checkpointed(model, [block.module for block in blocks if rungs[block.name] == "block"])
     named = dict(model.named_modules())
     if unknown := [name for name in modules if name not in named]:
         raise ValueError(f"regenerate: the model has no module named {', '.join(map(repr, unknown))}")
@@ -65,29 +68,36 @@ def _rung_of_each(blocks, rung):
     return rungs
 
 
+class _Open(threading.local):
+    """The engines that this thread has entered, None for a call that needed none."""
+
+    def __init__(self):
+        self.contexts = []
+
+
 class _Enter:
     """The model's pre-hook: an engine for this forward. Its forward hook, called always, leaves it again."""
 
     def __init__(self):
         self.replaced, self.refused = {}, {}
-        self.open = []
+        self.open = _Open()
+
+    def __reduce__(self):
+        return _Enter, ()
 
     def __call__(self, model, args):
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or current() is not None:
-            self.open.append(None)
+            self.open.contexts.append(None)
             return
         context = entered(Engine(accepts=False, verifier=current_verifier()))
         context.__enter__()
-        self.open.append(context)
+        self.open.contexts.append(context)
 
     def leave(self, model, args, output):
-        context = self.open.pop() if self.open else None
+        context = self.open.contexts.pop() if self.open.contexts else None
         if context is not None:
             self.replaced, self.refused = current().replaced, current().refused
             context.__exit__(None, None, None)
-
-    def __deepcopy__(self, memo):
-        return type(self)()
 
 
 @dataclass
@@ -118,6 +128,8 @@ class Regenerated:
                     self._add(name, module)
         for name, module in modules.items():
             self._add(name, module)
+        if self._checkpointed:
+            self._handles += CacheOff().install(model)
         self._handles.append(model.register_forward_hook(_Leave(self._enter), always_call=True))
 
     def _add(self, name, module):

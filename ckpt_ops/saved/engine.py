@@ -6,7 +6,7 @@ from collections import Counter
 
 import torch
 
-from .recipe import Entry, Handle, Recipe, Refused, storage_key
+from .recipe import Entry, Handle, Recipe, Refused, Stored, storage_key
 from .verify import current_verifier
 
 
@@ -92,6 +92,8 @@ class Engine:
         packed = self.replace(t)
         if type(packed) is Handle:
             self.replaced[packed.recipe.name] += 1
+        else:
+            packed = Stored(packed)
         if _threads.watch is not None:
             _threads.watch(packed)
         return packed
@@ -116,7 +118,7 @@ class Engine:
         return Handle(entry.recipe, entry.index, t)
 
     def unpack(self, packed):
-        return packed.tensor() if type(packed) is Handle else packed
+        return packed.tensor()
 
     def on_top(self):
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -100,6 +100,27 @@ class Handle:
         return self.recipe.take(self.index).as_strided(self.size, self.stride, self.offset)
 
 
+class Stored:
+    """What autograd holds of a tensor that is kept. Where hooks stand, it leaves the check of the version to them."""
+
+    __slots__ = ("kept", "version")
+
+    def __init__(self, t):
+        self.kept, self.version = t, t._version
+
+    def held(self):
+        yield self.kept
+
+    def tensor(self):
+        if self.kept._version != self.version:
+            raise RuntimeError(
+                "ckpt_ops: one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a {self.kept.dtype} tensor of shape {tuple(self.kept.shape)} is at version {self.kept._version}, and was "
+                f"saved at version {self.version}"
+            )
+        return self.kept
+
+
 class Entry:
     """A registered storage. It is known by a weak reference: an address is reused as soon as it is freed."""
 

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import threading
 
-import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
