@@ -6,20 +6,21 @@ import torch
 
 from . import __version__, backends, native
 from .demo import options as demo_options
+from .saved import command as verify_command
 
 NEEDS_EXTRAS = "this command draws with rich and matplotlib, and {} is not installed: pip install 'ckpt_ops[demo]'"
 
 
 def main(argv=None):
     """Runs the command that `argv` names (sys.argv by default). Returns the exit status; bad options exit with 2."""
-    parser, demo_parser = _parsers()
+    parser, subparsers = _parsers()
     arguments = parser.parse_args(argv)
     try:
         if arguments.command == "info":
             return info()
-        return demo(arguments)
-    except demo_options.BadOption as error:
-        demo_parser.error(str(error))
+        return demo(arguments) if arguments.command == "demo" else verify_command.run(arguments)
+    except (demo_options.BadOption, verify_command.BadArgument) as error:
+        subparsers[arguments.command].error(str(error))
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in ("rich", "matplotlib"):
@@ -79,7 +80,7 @@ def _parsers():
         epilog="`ckpt-ops demo --help` lists the demo's options.",
     )
     parser.add_argument("--version", action="version", version=f"ckpt_ops {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{info,demo}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{info,demo,verify}")
     commands.add_parser(
         "info",
         help="what this installation can do here: backends and why not, instruction set, build",
@@ -95,4 +96,13 @@ def _parsers():
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo_options.add_arguments(demo_parser)
-    return parser, demo_parser
+    verify_parser = commands.add_parser(
+        "verify",
+        help="compare what a model of yours computes again for backward with what its forward computed",
+        description="Runs one forward and backward of a model with regeneration (and the checkpoint regions that it has), and "
+        "compares bit for bit what is computed again. Names the module, the share of elements that differ, and the likely "
+        "cause. Exits with 1 if something differs.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    verify_command.add_arguments(verify_parser)
+    return parser, {"demo": demo_parser, "verify": verify_parser}

@@ -69,13 +69,14 @@ class Verifier:
     def ok(self):
         return not self._found
 
-    def __str__(self):
-        if self.ok and not self.compared:
+    def summary(self):
+        """The first line of the report."""
+        if not self.compared:
             return "verify: nothing was recomputed, so nothing was compared"
-        lines = [f"verify: {self.compared} tensors compared, {len(self._found)} differ"]
-        for finding in self.findings:
-            lines.append(f"    {finding}")
-        return "\n".join(lines)
+        return f"verify: {self.compared} tensors compared, {len(self._found)} differ"
+
+    def __str__(self):
+        return "\n    ".join([self.summary(), *map(str, self.findings)])
 
     def raise_if_different(self):
         """Raises RuntimeError with the report if anything differed."""
