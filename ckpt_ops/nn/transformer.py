@@ -1,13 +1,14 @@
 """torch.nn's transformer layers, built from this package's kernels.
 
 Arguments, children, state_dict and results are torch's, and torch.nn.TransformerEncoder, TransformerDecoder and Transformer
-take them as layers. Nested tensors, which torch's encoder makes of padded batches in eval, are served by torch's own code.
+take them as layers. Nested tensors, which torch's encoder makes of padded batches in eval, go to torch's own fast path.
 
 Kept for backward by an encoder layer, norm first or last, in elements a token: 1 (input) + 1 (norm) + 3 (q, k, v)
 + 1 (attention) + 1 (residual) + 1 (norm) hidden sizes, 2 feed-forward sizes; and statistics and seeds. At hidden size h
 and 4 h in the feed-forward that is 16 h; no mask, no probabilities, no activation beside its dropout.
 """
 
+import torch
 from torch import nn
 
 from ._fused import act_dropout, dropout_add, dropout_add_norm
@@ -33,7 +34,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
         """src [B, N, C] (batch_first), [N, B, C] or [N, C] -> the same shape. Masks as in torch: True hides."""
         if src.is_nested:
-            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+            return _padded(self, src) if _hooked(self) else super().forward(src, src_mask, src_key_padding_mask, is_causal)
         masks = dict(attn_mask=src_mask, key_padding_mask=src_key_padding_mask, is_causal=is_causal)
         if self.norm_first:
             attended = _attend(self.self_attn, self.norm1(src), **masks)
@@ -83,6 +84,20 @@ def _own_children(layer):
     """Gives the children that torch's constructor made this package's classes. Parameters and attributes are theirs already."""
     for child in layer.children():
         child.__class__ = _TWINS.get(type(child), type(child))
+
+
+def _hooked(layer):
+    """Whether torch's fast path, which calls no child, refuses the layer."""
+    return any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules())
+
+
+def _padded(layer, nested):
+    """The layer on a nested tensor [B, (N), C], by way of a padded one."""
+    lengths = [t.shape[0] for t in nested.unbind()]
+    x = nested.to_padded_tensor(0.0)
+    padding = torch.arange(x.shape[1], device=x.device) >= torch.tensor(lengths, device=x.device)[:, None]
+    y = layer.forward(x, src_key_padding_mask=padding)
+    return torch.nested.as_nested_tensor([row[:n] for row, n in zip(y, lengths)])
 
 
 def _attend(attention, x, memory=None, **masks):
