@@ -21,14 +21,17 @@ void forward(Act, const at::Tensor& x, const OptionalTensor& bias, const RowMask
   using A = compute_t<T>;
   const int64_t C = columns_of(x);
   const auto xs = rows_of<T>(x);
-  const auto b = widened<A>(bias);
+  const auto bias_values = widened<A>(bias);
   T* out = y.data_ptr<T>();
-  const A scale = A(mask.scale);
   for_each_piece(rows_in(x), C, [&](int64_t m, int64_t c0, int64_t c1) {
+    // Locals of the piece: what the outer function holds is read again in every step.
+    const T* row = xs[m];
+    const A *b = bias_values.data(), scale = A(mask.scale);
+    T* y_row = out + m * C;
     masked_steps(mask, m, c0, c1, [&](int64_t c, auto n, I8 keep) {
-      auto h = load_some(xs[m] + c, n);
-      if (!b.empty()) h += load_some(b.data() + c, n);
-      store_some(out + m * C + c, keep_lanes(Act::f(h) * scale, keep), n);
+      auto h = load_some(row + c, n);
+      if (b) h += load_some(b + c, n);
+      store_some(y_row + c, keep_lanes(Act::f(h) * scale, keep), n);
     });
   });
 }

@@ -192,20 +192,29 @@ class Backward {
     std::fill(ds + n, ds + t.bk, A(0));
   }
 
+  // Of a tile of keys, those that some query of the tile sees (causality hides the last ones); false if none is left.
+  bool seen_keys(Tile& t, const at::Tensor& k, const at::Tensor& v, int64_t bk) const {
+    t.bk = at_.visible(t.i0 + t.bq - 1, t.j0, bk);
+    t.k = t.bk < bk ? k.narrow(0, 0, t.bk) : k;
+    t.v = t.bk < bk ? v.narrow(0, 0, t.bk) : v;
+    return t.bk > 0;
+  }
+
   // dk and dv of one tile of keys, over all queries that see it; dq too, if given.
   void keys(int64_t head, int64_t j0, Scratch& s, A* dq, T* dk, T* dv) const {
     const int64_t b = head / at_.Hkv, hk = head % at_.Hkv, bk = std::min(kKeysBackward, at_.Nk - j0);
-    Tile t{b, 0, 0, 0, j0, bk, {}, K.tile(b, hk, j0, bk, s.k.data()), V.tile(b, hk, j0, bk, s.v.data()), {}, {}, {}};
-    at::Tensor dk_tile = matrix(s.dk.data(), bk, at_.D, at_.D), dv_tile = matrix(s.dv.data(), bk, at_.Dv, at_.Dv);
+    const at::Tensor k_tile = K.tile(b, hk, j0, bk, s.k.data()), v_tile = V.tile(b, hk, j0, bk, s.v.data());
+    Tile t{b, 0, 0, 0, j0, 0, {}, {}, {}, {}, {}, {}};
     std::fill(s.dk.begin(), s.dk.end(), A(0));
     std::fill(s.dv.begin(), s.dv.end(), A(0));
     for (t.h = hk * at_.group; t.h < (hk + 1) * at_.group; ++t.h)
       for (t.i0 = 0; t.i0 < at_.Nq; t.i0 += kQueriesBackward) {
         t.bq = std::min(kQueriesBackward, at_.Nq - t.i0);
-        if (!at_.tile_visible(t.i0, t.bq, j0)) continue;
+        if (!seen_keys(t, k_tile, v_tile, bk)) continue;
         compute(t, s);
-        at::cpu::addmm_out(dv_tile, dv_tile, t.weights.t(), t.dout);
-        at::cpu::addmm_out(dk_tile, dk_tile, t.ds.t(), t.q);
+        at::Tensor dk_seen = matrix(s.dk.data(), t.bk, at_.D, at_.D), dv_seen = matrix(s.dv.data(), t.bk, at_.Dv, at_.Dv);
+        at::cpu::addmm_out(dv_seen, dv_seen, t.weights.t(), t.dout);
+        at::cpu::addmm_out(dk_seen, dk_seen, t.ds.t(), t.q);
         if (dq) add_dq(t, dq);
       }
     for (int64_t r = 0; r < bk; ++r) {
@@ -220,9 +229,9 @@ class Backward {
     const int64_t b = head / at_.Hq, h = head % at_.Hq, hk = h / at_.group;
     for (int64_t j0 = 0; j0 < at_.Nk; j0 += kKeysBackward) {
       const int64_t bk = std::min(kKeysBackward, at_.Nk - j0);
-      Tile t{b, h, i0, std::min(kQueriesBackward, at_.Nq - i0), j0, bk, {}, {}, {}, {}, {}, {}};
+      Tile t{b, h, i0, std::min(kQueriesBackward, at_.Nq - i0), j0, 0, {}, {}, {}, {}, {}, {}};
       if (!at_.tile_visible(i0, t.bq, j0)) break;
-      t.k = K.tile(b, hk, j0, bk, s.k.data()), t.v = V.tile(b, hk, j0, bk, s.v.data());
+      seen_keys(t, K.tile(b, hk, j0, bk, s.k.data()), V.tile(b, hk, j0, bk, s.v.data()), bk);
       compute(t, s);
       add_dq(t, dq);
     }

@@ -15,10 +15,12 @@ at::Tensor dropout_fwd(const at::Tensor& x, const OptionalTensor& seed, double p
     const int64_t C = columns_of(x);
     const auto xs = rows_of<scalar_t>(x);
     scalar_t* out = y.data_ptr<scalar_t>();
-    const A scale = A(mask.scale);
     for_each_piece(rows_in(x), C, [&](int64_t m, int64_t c0, int64_t c1) {
+      const scalar_t* row = xs[m];
+      scalar_t* y_row = out + m * C;
+      const A scale = A(mask.scale);
       masked_steps(mask, m, c0, c1, [&](int64_t c, auto n, I8 keep) {
-        store_some(out + m * C + c, keep_lanes(load_some(xs[m] + c, n) * scale, keep), n);
+        store_some(y_row + c, keep_lanes(load_some(row + c, n) * scale, keep), n);
       });
     });
   });

@@ -17,14 +17,16 @@ at::Tensor dropout_add_fwd(const at::Tensor& x, const at::Tensor& residual, cons
     using A = compute_t<scalar_t>;
     const int64_t C = columns_of(x);
     const auto xs = rows_of<scalar_t>(x), rs = rows_of<scalar_t>(residual);
-    const auto b = widened<A>(bias);
+    const auto bias_values = widened<A>(bias);
     scalar_t* out = y.data_ptr<scalar_t>();
-    const A scale = A(mask.scale);
     for_each_piece(rows_in(x), C, [&](int64_t m, int64_t c0, int64_t c1) {
+      const scalar_t *row = xs[m], *residual_row = rs[m];
+      scalar_t* y_row = out + m * C;
+      const A *b = bias_values.data(), scale = A(mask.scale);
       masked_steps(mask, m, c0, c1, [&](int64_t c, auto n, I8 keep) {
-        auto h = load_some(xs[m] + c, n);
-        if (!b.empty()) h += load_some(b.data() + c, n);
-        store_some(out + m * C + c, load_some(rs[m] + c, n) + keep_lanes(h * scale, keep), n);
+        auto h = load_some(row + c, n);
+        if (b) h += load_some(b + c, n);
+        store_some(y_row + c, load_some(residual_row + c, n) + keep_lanes(h * scale, keep), n);
       });
     });
   });
@@ -42,13 +44,15 @@ std::tuple<at::Tensor, at::Tensor> dropout_add_bwd(const at::Tensor& dy, const O
     using A = compute_t<scalar_t>;
     const auto dys = rows_of<scalar_t>(dy);
     scalar_t* out = dx.data_ptr<scalar_t>();
-    const A scale = A(mask.scale);
     RowBlocks blocks(M);
     ColumnSums<A> sums(need_dbias, blocks.count, C);
     auto piece = [&](int64_t m, int64_t c0, int64_t c1, A* sum) {
+      const scalar_t* dy_row = dys[m];
+      scalar_t* dx_row = out + m * C;
+      const A scale = A(mask.scale);
       masked_steps(mask, m, c0, c1, [&](int64_t c, auto n, I8 keep) {
-        auto g = keep_lanes(load_some(dys[m] + c, n) * scale, keep);
-        store_some(out + m * C + c, g, n);
+        auto g = keep_lanes(load_some(dy_row + c, n) * scale, keep);
+        store_some(dx_row + c, g, n);
         if (sum) store_some(sum + c, load_some(sum + c, n) + g, n);
       });
     };

@@ -34,20 +34,22 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(const char* o
     const int64_t N = at_.N, C = at_.C, inner = int64_t(call.normalized_shape.size());
     const auto xs = rows_of<scalar_t>(x, inner), residuals = rows_of<scalar_t>(residual, inner);
     const Affine<A> affine(weight, bias, N, call.offset);
-    const auto b = widened<A>(input_bias);
+    const auto bias_values = widened<A>(input_bias);
     scalar_t *ys = y.data_ptr<scalar_t>(), *rs = r.data_ptr<scalar_t>();
     A *means = mean.data_ptr<A>(), *rstds = rstd.data_ptr<A>();
-    const A scale = call.mask.zero ? A(0) : A(call.mask.scale);
     for_each_norm_row(at_.M, N, [&](int64_t m0, int64_t m1) {
       std::vector<A> buffer(sizeof(A) == sizeof(scalar_t) ? 0 : size_t(N));
       for (int64_t m = m0; m < m1; ++m) {
         for (int64_t piece = 0; piece < at_.pieces; ++piece) {
-          const int64_t first = piece * C;
+          const scalar_t *x_row = xs[m] + piece * C, *residual_row = residuals[m] + piece * C;
+          scalar_t* r_row = rs + m * N + piece * C;
+          const A *b = bias_values.data(), scale = A(call.mask.scale);
+          const bool zero = call.mask.zero;
           masked_steps(call.mask, m * at_.pieces + piece, 0, C, [&](int64_t c, auto n, I8 keep) {
-            auto h = load_some(xs[m] + first + c, n);
-            if (!b.empty()) h += load_some(b.data() + c, n);
-            h = call.mask.zero ? vec_of<A>{} : keep_lanes(h * scale, keep);
-            store_some(rs + m * N + first + c, load_some(residuals[m] + first + c, n) + h, n);
+            auto h = load_some(x_row + c, n);
+            if (b) h += load_some(b + c, n);
+            h = zero ? vec_of<A>{} : keep_lanes(h * scale, keep);
+            store_some(r_row + c, load_some(residual_row + c, n) + h, n);
           });
         }
         // Statistics of r as stored: the backward sees the rounded one.
@@ -86,7 +88,6 @@ Grads backward(const char* op, const at::Tensor& dy, const OptionalTensor& dr, c
     scalar_t *dx = own_dx ? grads.dx.data_ptr<scalar_t>() : nullptr, *dresidual = grads.dresidual.data_ptr<scalar_t>();
     const A* means = given(mean) ? mean->const_data_ptr<A>() : nullptr;
     const A* rstds = rstd.const_data_ptr<A>();
-    const A scale = A(call.mask.scale);
     RowBlocks blocks(at_.M);
     ColumnSums<A> dw(needs.dw, blocks.count, N), db(needs.db, blocks.count, N), dinput_bias(need_dinput_bias, blocks.count, C);
     blocks.for_each([&](int64_t block, int64_t m0, int64_t m1) {
@@ -98,13 +99,17 @@ Grads backward(const char* op, const at::Tensor& dy, const OptionalTensor& dr, c
         const auto sums = backward_sums<RMS>(row, N, dw.of(block), db.of(block));
         for (int64_t piece = 0; piece < at_.pieces; ++piece) {
           const int64_t first = piece * C;
+          const scalar_t* dr_row = has_dr ? drs[m] + first : nullptr;
+          scalar_t *dresidual_row = dresidual + m * N + first, *dx_row = own_dx ? dx + m * N + first : nullptr;
+          const A scale = A(call.mask.scale);
+          const bool zero = call.mask.zero;
           masked_steps(call.mask, m * at_.pieces + piece, 0, C, [&](int64_t c, auto n, I8 keep) {
             auto g = backward_step(row, sums, first + c, n);
-            if (has_dr) g += load_some(drs[m] + first + c, n);
-            store_some(dresidual + m * N + first + c, g, n);
-            if (own_dx) {
-              g = call.mask.zero ? vec_of<A>{} : keep_lanes(g * scale, keep);
-              store_some(dx + m * N + first + c, g, n);
+            if (dr_row) g += load_some(dr_row + c, n);
+            store_some(dresidual_row + c, g, n);
+            if (dx_row) {
+              g = zero ? vec_of<A>{} : keep_lanes(g * scale, keep);
+              store_some(dx_row + c, g, n);
             }
             if (bias_sum) store_some(bias_sum + c, load_some(bias_sum + c, n) + g, n);
           });
