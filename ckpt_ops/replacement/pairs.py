@@ -26,14 +26,17 @@ _FRESH = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # make memory of their ow
 def pairs_of(parent):
     """(name of the activation, name of the dropout) of each pair among the children; Skip if that cannot be told."""
     children = parent._modules
-    check_untouched(parent)
     if type(parent).forward is nn.Sequential.forward:
         names = list(children)
-        return [(a, d) for a, d in zip(names, names[1:]) if _is_pair(children[a], children[d])]
+        pairs = [(a, d) for a, d in zip(names, names[1:]) if _is_pair(children[a], children[d])]
+        if pairs:
+            check_untouched(parent)
+        return pairs
     acts = [name for name, m in children.items() if type(m) in _ACTIVATIONS]
     drops = [name for name, m in children.items() if type(m) is nn.Dropout]
     if not acts or not drops or type(parent).__module__.startswith(("torch.", "ckpt_ops.")):
         return []
+    check_untouched(parent)
     return _traced_pairs(parent, acts, drops)
 
 
