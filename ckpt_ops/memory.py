@@ -64,6 +64,7 @@ def kept(fn, *args, **kwargs):
         packed.append(_Packed(t.detach()))  # detached: a kept output must not hold its own graph
         return packed[-1]
 
+    pack.counts_only = True  # an engine may stand on top of it: what that keeps is counted by the watch
     with watched(packed.append), torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
         output = fn(*args, **kwargs)
     saved = {storage_key(t): t.detach() for value in packed for t in _held(value)}

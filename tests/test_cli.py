@@ -55,7 +55,7 @@ def test_console_command_is_main():
     assert next(iter(scripts)).load() is main
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["info", "--help"], ["demo", "--help"]])
+@pytest.mark.parametrize("argv", [["--help"], ["info", "--help"], ["demo", "--help"], ["verify", "--help"]])
 def test_help(argv, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(argv)
@@ -64,7 +64,7 @@ def test_help(argv, capsys):
 
 
 def test_no_command_is_refused(capsys):
-    assert "{info,demo}" in _error(capsys)
+    assert "{info,demo,verify}" in _error(capsys)
 
 
 @pytest.mark.parametrize(

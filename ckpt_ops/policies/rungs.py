@@ -13,12 +13,11 @@ A rung is a set of a block's modules whose outputs are made again in backward in
 import threading
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from ..memory import kept
 from ..saved.accepts import Accepts
-from ..saved.engine import Engine, current, entered
+from ..saved.engine import Engine, current, entered, wanted
 from ..saved.verify import current_verifier
 from .checkpoint import CacheOff, CheckpointedForward, refuse_checkpointed
 from .find import find_blocks
@@ -86,7 +85,7 @@ class _Enter:
         return _Enter, ()
 
     def __call__(self, model, args):
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or current() is not None:
+        if not wanted():
             self.open.contexts.append(None)
             return
         context = entered(Engine(accepts=False, verifier=current_verifier()))
@@ -147,22 +146,25 @@ class Regenerated:
             row = BlockReport(block.name or "(the model)", rung, notes=list(block.notes))
             for kind in _KINDS[: RUNGS.index(rung)] if rung != "block" else ():
                 for name, _ in getattr(block, kind):
-                    reason = self._registers[name].refused or self._enter.refused.get(name)
-                    if reason:
+                    if reason := self._reason(name):
                         row.left[name] = reason
                     else:
                         row.regenerated.append(name)
             rows.append(row)
         in_blocks = {name for row in rows for name in (*row.regenerated, *row.left)}
         more = BlockReport("(named modules)", "-")
-        for name, hooks in self._registers.items():
+        for name in self._registers:
             if name not in in_blocks:
-                if hooks.refused:
-                    more.left[name] = hooks.refused
+                if reason := self._reason(name):
+                    more.left[name] = reason
                 else:
                     more.regenerated.append(name)
         measured = kept(self.model, *args, **kwargs) if args or kwargs else None
         return Report([*rows, more] if more.regenerated or more.left else rows, measured)
+
+    def _reason(self, name):
+        """Why the module's output is kept after all, or None."""
+        return self._registers[name].refused or self._enter.refused.get(name)
 
     def remove(self):
         """Takes all hooks away and gives checkpointed blocks their own forward back."""

@@ -129,6 +129,19 @@ class Engine:
         self._entries.clear()
 
 
+def wanted():
+    """Whether a forward that begins now gets an engine: a graph is recorded, and what it saves is nobody's business yet.
+
+    Other hooks may be on top (a checkpoint's, save_on_cpu's; memory.kept's do not count), or forbidden (torch.func).
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or current() is not None:
+        return False
+    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is None or getattr(hooks[0], "counts_only", False)
+
+
 @contextlib.contextmanager
 def entered(engine):
     """Makes an engine the active one, with its hooks on top."""
@@ -159,9 +172,9 @@ def regenerating():
             loss = model(x)
         loss.backward()
 
-    Outside of a recorded graph (no_grad, inference_mode) it does nothing.
+    Without a recorded graph (no_grad, inference_mode), and where other saved-tensor hooks are on top, it does nothing.
     """
-    if not torch.is_grad_enabled() or current() is not None:
+    if not wanted():
         yield current()
         return
     with entered(Engine(verifier=current_verifier())) as engine:
