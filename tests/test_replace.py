@@ -1,4 +1,4 @@
-"""ckpt_ops.replace: what is swapped for what, what stays as it was, what is refused, and the way back."""
+"""ckpt_ops.replace: what is swapped for what, what stays as it was, the way back, and what it is for."""
 
 import copy
 import io
@@ -10,91 +10,9 @@ from torch import nn
 
 import ckpt_ops
 from helpers_numerics import error
+from helpers_replace import H, LlamaRMSNorm, Mlp, ours
 
-ours = ckpt_ops.nn
-H = 16
 each = pytest.mark.parametrize
-
-
-# --- models (at module level: they pickle) ------------------------------------------------------------------------
-
-
-class LlamaRMSNorm(nn.Module):
-    """As in transformers: normalised in float32, rounded to the input's dtype, then times the weight."""
-
-    def __init__(self, hidden, eps=1e-6):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden))
-        self.variance_epsilon = eps
-
-    def forward(self, x):
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * wide.to(x.dtype)
-
-
-class GemmaRMSNorm(nn.Module):
-    """As in transformers: 1 is added to the weight in float32."""
-
-    def __init__(self, hidden, eps=1e-6):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.zeros(hidden))
-
-    def forward(self, x):
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (wide * (1.0 + self.weight.float())).type_as(x)
-
-
-class Gemma2RMSNorm(LlamaRMSNorm):
-    """Says that it adds 1, and does not."""
-
-    def __init__(self, hidden, eps=1e-6):
-        super().__init__(hidden)
-        self.eps = eps
-        del self.variance_epsilon
-
-    def forward(self, x):
-        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-class CenteredRMSNorm(LlamaRMSNorm):
-    """Has the form of Llama's, and does something else."""
-
-    def forward(self, x):
-        return super().forward(x - x.mean(-1, keepdim=True))
-
-
-class StrangeNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(H))
-
-    def forward(self, x):
-        return x * self.weight
-
-
-class OwnForward(nn.LayerNorm):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-class OwnName(nn.LayerNorm):
-    pass
-
-
-class Mlp(nn.Module):
-    """As in timm."""
-
-    def __init__(self, act=nn.GELU):
-        super().__init__()
-        self.fc1, self.act, self.drop1 = nn.Linear(H, 2 * H), act(), nn.Dropout(0.1)
-        self.fc2, self.drop2 = nn.Linear(2 * H, H), nn.Dropout(0.2)
-
-    def forward(self, x):
-        x = self.drop1(self.act(self.fc1(x)))
-        return self.drop2(self.fc2(x))
 
 
 class Net(nn.Module):
@@ -160,9 +78,6 @@ REPLACED = {
     "norms.rms": ours.RMSNorm,
     "norms.llama": ours.RMSNorm,
 }  # fmt: skip
-
-
-# --- what is swapped ----------------------------------------------------------------------------------------------
 
 
 def test_the_report_lists_all_in_the_models_order():
@@ -305,176 +220,6 @@ def test_skip():
     with pytest.raises(ValueError, match="no module named 'norm'"):
         ckpt_ops.replace(model, skip=("norm",))
 
-
-# --- what is refused ----------------------------------------------------------------------------------------------
-
-
-@each("cls", [nn.LayerNorm, nn.RMSNorm])
-def test_the_model_itself_has_no_parent(cls):
-    with pytest.raises(ValueError, match=f"the model itself is a {cls.__name__}.*ckpt_ops.nn.{cls.__name__}"):
-        ckpt_ops.replace(cls(H))
-
-
-def patched():
-    m = nn.LayerNorm(H)
-    m.forward = lambda x: x
-    return m
-
-
-def compiled():
-    m = nn.LayerNorm(H)
-    m.compile()
-    return m
-
-
-REFUSED = {
-    "own forward": (lambda: OwnForward(H), "a subclass of LayerNorm with a forward of its own"),
-    "own name": (lambda: OwnName(H), "a subclass of LayerNorm: only torch's own"),
-    "unknown norm": (StrangeNorm, "StrangeNorm is not a norm that this package knows"),
-    "wrong offset": (lambda: Gemma2RMSNorm(H), "does not compute what its name says"),
-    "wrong norm": (lambda: CenteredRMSNorm(H), "does not compute what its name says"),
-    "on meta": (lambda: LlamaRMSNorm(H).to("meta"), "no values yet"),
-    "patched": (patched, "its forward is replaced on the instance"),
-    "compiled": (compiled, "compiled on its own"),
-    "channels": (lambda: nn.Dropout2d(0.5), "another kind"),
-    "alpha": (lambda: nn.AlphaDropout(0.5), "another kind"),
-}
-
-
-@each("name", REFUSED)
-def test_unknown_modules_are_left_with_a_reason(name):
-    make, reason = REFUSED[name]
-    model = nn.Sequential(make())
-    before = model[0]
-    report = ckpt_ops.replace(model)
-    assert model[0] is before and not report.replaced
-    ((path, cls, why),) = report.skipped
-    assert (path, cls) == ("0", type(before)) and reason in why and why in str(report)
-
-
-# --- norms of other packages --------------------------------------------------------------------------------------
-
-
-@each("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
-@each("cls, offset", [(LlamaRMSNorm, 0.0), (GemmaRMSNorm, 1.0)])
-@each("eps", [1e-6, 1e-2])
-def test_other_rms_norms(backend, dtypes, cls, offset, eps):
-    x_dtype, w_dtype = dtypes
-    model = nn.Sequential(cls(H, eps).to(w_dtype))
-    with torch.no_grad():
-        model[0].weight.copy_(torch.randn(H))
-    plain = copy.deepcopy(model)
-    ckpt_ops.replace(model)
-    assert isinstance(model[0], ours.RMSNorm) and (model[0].offset, model[0].eps) == (offset, eps)
-    x = torch.randn(4, H).to(x_dtype) * torch.tensor([[1.0], [1e-3], [30.0], [1.0]]).to(x_dtype)
-    true = nn.functional.rms_norm(x.double(), (H,), model[0].weight.double() + offset, eps)
-    got, theirs = model(x), plain(x)
-    assert got.dtype == theirs.dtype
-    assert error(got, true) <= 2 * error(theirs, true) + torch.finfo(x_dtype).eps
-
-
-# --- activation and dropout ---------------------------------------------------------------------------------------
-
-
-class Branching(Mlp):
-    def forward(self, x):
-        x = self.act(self.fc1(x))
-        if self.training:
-            x = self.drop1(x)
-        return self.fc2(x)
-
-
-class UsedTwice(Mlp):
-    def forward(self, x):
-        x = self.act(self.fc1(x))
-        return self.fc2(self.drop1(x) + x)
-
-
-class OtherMethod(Mlp):
-    def features(self, x):
-        return self.act(self.fc1(x))
-
-
-class Untraceable(Mlp):
-    def forward(self, x):
-        return self.fc2(self.drop1(self.act(self.fc1(x)))) + x.sum().item() * len(x)
-
-
-class Remembering(Mlp):
-    def forward(self, x):
-        self.last = x
-        return super().forward(x)
-
-
-@each("cls", [Branching, UsedTwice, OtherMethod, Untraceable])
-def test_pairs_that_may_come_apart_stay_two(cls):
-    model = nn.Sequential(cls())
-    report = ckpt_ops.replace(model)
-    assert type(model[0].act) is nn.GELU and type(model[0].drop1) is ours.Dropout
-    if cls in (Branching, Untraceable):
-        assert [(name, why.partition(":")[0]) for name, _, why in report.skipped] == [("0", "activation and dropout stay two")]
-
-
-def test_tracing_leaves_nothing_behind():
-    model = nn.Sequential(Remembering())
-    ckpt_ops.replace(model)
-    assert not hasattr(model[0], "last")
-
-
-@each("act, name", [(nn.GELU, "gelu"), (lambda: nn.GELU("tanh"), "gelu_tanh"), (nn.SiLU, "silu"), (nn.ReLU, "relu")])
-@each("traced", [True, False])
-def test_pairs_become_one(fused, act, name, traced):
-    p = 0.3
-    plain = Mlp(act) if traced else nn.Sequential(nn.Linear(H, H), act(), nn.Dropout(p), nn.Linear(H, H))
-    model = nn.Sequential(copy.deepcopy(plain))
-    ckpt_ops.replace(model)
-    pair = [m for m in model.modules() if isinstance(m, ours.ActDropout)]
-    assert [m.act for m in pair] == [name] and isinstance(pair[0], nn.Dropout)
-    x = torch.randn(5, H)
-    torch.testing.assert_close(model.eval()(x), plain.eval()(x), rtol=1e-5, atol=1e-6)
-    saved, before = (ckpt_ops.memory.kept(m.train(), x).bytes for m in (model, plain))
-    assert saved < before
-
-
-def test_an_activation_in_place():
-    """Fused where it overwrites a projection's result; left where that may be the caller's tensor."""
-    model = nn.Sequential(
-        nn.Sequential(nn.Linear(H, H), nn.ReLU(inplace=True), nn.Dropout(0.5)),
-        nn.Sequential(nn.ReLU(inplace=True), nn.Dropout(0.5)),
-    )
-    report = ckpt_ops.replace(model)
-    assert type(model[0][2]) is ours.ActDropout and type(model[1][1]) is ours.Dropout and type(model[1][0]) is nn.ReLU
-    assert [(name, "in place" in why) for name, _, why in report.skipped] == [("1.0", True)]
-
-
-def test_a_hook_keeps_the_pair_apart():
-    model, seen = nn.Sequential(nn.GELU(), nn.Dropout(0.5)), []
-    model[0].register_forward_hook(lambda *_: seen.append(1))
-    report = ckpt_ops.replace(model)
-    model(torch.randn(2, H))
-    assert seen and type(model[1]) is ours.Dropout and "has hooks" in report.skipped[0][2]
-
-
-def test_a_shared_activation_keeps_the_pair_apart():
-    act = nn.GELU()
-    model = nn.Sequential(nn.Sequential(act, nn.Dropout(0.5)), nn.Sequential(nn.Linear(H, H), act))
-    report = ckpt_ops.replace(model)
-    assert model[0][0] is model[1][1] is act and type(model[0][1]) is ours.Dropout
-    assert "several places" in report.skipped[0][2]
-
-
-def test_dropout_in_place_writes_its_input(backend):
-    model = nn.Sequential(nn.Dropout(0.5, inplace=True))
-    ckpt_ops.replace(model)
-    x = torch.ones(64, H)
-    y = model(x)
-    assert y.data_ptr() == x.data_ptr() and set(x.unique().tolist()) == {0.0, 2.0}
-    leaf = torch.ones(64, H, requires_grad=True)
-    model(leaf * 1).sum().backward()
-    assert set(leaf.grad.unique().tolist()) == {0.0, 2.0}
-
-
-# --- and what it is for -------------------------------------------------------------------------------------------
 
 LADDER = {"store": 32, "norms": 28, "activations": 20, "mlp": 12, "qkv": 6, "block": 2}
 B, N, WIDTH, HEADS = 1, 128, 128, 4
