@@ -8,7 +8,7 @@ import torch
 from .options import BadOption
 
 MOST_BYTES = 16_000_000  # more than a demo can read in minutes
-_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "encodings", "pydoc_data"}  # tables
 
 
 def load(path=None):

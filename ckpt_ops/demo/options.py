@@ -21,7 +21,7 @@ class Settings:
     heads: int = 4
     context: int = 1024
     batch: int = 2
-    steps: int = 30
+    steps: int = 20
     dropout: float = 0.1
     dtype: str = "float32"
     device: str = "cpu"
