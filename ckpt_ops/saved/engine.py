@@ -1,6 +1,7 @@
 """Which tensors are registered, and the hooks that replace them."""
 
 import contextlib
+import functools
 import threading
 from collections import Counter
 
@@ -59,7 +60,8 @@ class Engine:
     def __init__(self, accepts=True, verifier=None):
         self.accepts, self.verifier = accepts, verifier
         self.replaced, self.refused = Counter(), {}
-        self._entries, self._sweep_at = {}, 256
+        self._entries, self._sweep_at = {}, 256  # by storage
+        self._results = {}  # (graph node, number of its result): a handle of that registered output
 
     def register(self, name, fn, inputs, outputs, guards=(), module=None):
         held = {storage_key(t) for t in (*inputs, *guards) if isinstance(t, torch.Tensor)}
@@ -74,6 +76,8 @@ class Engine:
             recipe.source = self.verifier.source(name, module)
         for index, out in enumerate(outputs):
             self._entries[storage_key(out)] = Entry(recipe, index, out)
+            if out.grad_fn is not None:
+                self._results[out.grad_fn, out.output_nr] = (recipe, index, out.size(), out.stride(), out.storage_offset())
         if len(self._entries) > self._sweep_at:
             self._sweep()
 
@@ -105,7 +109,7 @@ class Engine:
         key = storage_key(t)
         entry = self._entries.get(key)
         if entry is None:
-            return t
+            return self._replace_cast(t)
         if entry.storage.expired():
             del self._entries[key]
             return t
@@ -115,7 +119,22 @@ class Engine:
             return t
         if t.dtype != entry.dtype:
             return t
-        return Handle(entry.recipe, entry.index, t)
+        return Handle.of(entry.recipe, entry.index, t)
+
+    def _replace_cast(self, t):
+        """A handle if the tensor is a registered output in another dtype, as autocast makes it for each consumer."""
+        cast = t if t._base is None else t._base  # a Linear saves a view of its cast input
+        node = cast.grad_fn
+        if node is None or node.name() != "ToCopyBackward0":
+            return t
+        source = self._results.get(node.next_functions[0])
+        if source is None:
+            return t
+        recipe = Recipe(f"{source[0].name} in {t.dtype}", functools.partial(_cast, t.dtype), [Handle(*source)], (), [cast])
+        if self.verifier is not None:
+            recipe.source = self.verifier.source(recipe.name, None)
+        self._entries[storage_key(t)] = Entry(recipe, 0, cast)
+        return Handle.of(recipe, 0, t)
 
     def unpack(self, packed):
         return packed.tensor()
@@ -127,6 +146,11 @@ class Engine:
     def clear(self):
         """Forgets the registrations; handles keep the recipes that they need."""
         self._entries.clear()
+        self._results.clear()
+
+
+def _cast(dtype, x):
+    return x.to(dtype)
 
 
 def wanted():

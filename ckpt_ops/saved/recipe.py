@@ -75,11 +75,15 @@ class Handle:
 
     __slots__ = ("recipe", "index", "size", "stride", "offset", "original")
 
-    def __init__(self, recipe, index, t):
+    def __init__(self, recipe, index, size, stride, offset, original=None):
         recipe.handles += 1
-        self.recipe, self.index = recipe, index
-        self.original = recipe.source.original(t) if recipe.source is not None else None
-        self.size, self.stride, self.offset = t.size(), t.stride(), t.storage_offset()
+        self.recipe, self.index, self.original = recipe, index, original
+        self.size, self.stride, self.offset = size, stride, offset
+
+    @classmethod
+    def of(cls, recipe, index, t):
+        original = recipe.source.original(t) if recipe.source is not None else None
+        return cls(recipe, index, t.size(), t.stride(), t.storage_offset(), original)
 
     def held(self):
         """The tensors that this handle keeps alive: what its recipe, and the recipes of that one's inputs, start from."""
