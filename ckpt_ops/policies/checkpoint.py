@@ -50,15 +50,17 @@ def _run(function, autocast, *args, **kwargs):
     return output
 
 
-def _fingerprint(value, depth=3):
-    """The sizes of all containers in the arguments, and of what cache objects hold."""
-    if isinstance(value, (list, tuple, set)):
-        return (len(value), *(_fingerprint(v, depth - 1) for v in value)) if depth else len(value)
-    if isinstance(value, dict):
-        return (len(value), *(_fingerprint(v, depth - 1) for v in value.values())) if depth else len(value)
-    if "cache" in type(value).__name__.lower() and depth and hasattr(value, "__dict__"):
-        return _fingerprint(vars(value), depth - 1)
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+def _fingerprint(value, depth=8, in_cache=False):
+    """The sizes of all containers in the arguments, and of what cache objects hold: lists of layers that hold tensors, ..."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    if isinstance(value, (list, tuple, set, dict)):
+        values = value.values() if isinstance(value, dict) else value
+        return (len(value), *(_fingerprint(v, depth - 1, in_cache) for v in values)) if depth else len(value)
+    in_cache = in_cache or "cache" in type(value).__name__.lower()
+    if in_cache and depth and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+        return _fingerprint(vars(value), depth - 1, True)
+    return None
 
 
 def _module_of(function):
