@@ -10,6 +10,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ckpt_ops.machine import cores
+
 from . import cases, machine, must_show, plots, providers, report, runner, traffic
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler behind the peak column announces every start
@@ -25,7 +27,7 @@ def parser():
     size.add_argument("--large", action="store_true", help="only large shapes")
     p.add_argument("--dtype", choices=DTYPES, default="float32")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--threads", type=int, default=min(2, machine.cores()), help="of the CPU (default: %(default)s)")
+    p.add_argument("--threads", type=int, default=min(2, cores()), help="of the CPU (default: %(default)s)")
     p.add_argument("--min-time", type=float, metavar="S", help="seconds to spend on each provider and mode of a case")
     p.add_argument(
         "--providers", metavar="A,B", help=f"default: {','.join(providers.DEFAULT)}; also reference, ours:NAME, ours:all"

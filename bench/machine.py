@@ -1,17 +1,15 @@
-"""Where and when a table was measured."""
+"""Where and when a table was measured: ckpt_ops.machine, and what else bears on a benchmark."""
 
 import datetime
 import importlib.metadata
 import os
 import pathlib
-import platform
-import shutil
-import subprocess
 import sys
 
 import torch
 
 from ckpt_ops import native
+from ckpt_ops.machine import commit, cores, gpu, processor
 
 THP = "THP_MEM_ALLOC_ENABLE"  # set: torch asks for huge pages for every CPU tensor of 2 MiB and more
 
@@ -19,7 +17,7 @@ THP = "THP_MEM_ALLOC_ENABLE"  # set: torch asks for huge pages for every CPU ten
 def facts(device):
     """{label: text}, the same for every row of a run."""
     return {
-        "machine": f"{_cpu()}, {cores()} cores" + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""),
+        "machine": ", ".join(filter(None, (processor(), f"{cores()} cores", gpu()))),
         "device": str(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -29,7 +27,7 @@ def facts(device):
         "huge pages for torch's tensors": "on" if huge_pages() else "off",
         "system's huge pages": _chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
         "load before": f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown",  # others' work on the cores
-        "commit": _commit(),
+        "commit": commit() or "unknown",
         "date": datetime.date.today().isoformat(),
     }
 
@@ -37,10 +35,6 @@ def facts(device):
 def line(machine):
     """The facts as one line under a table."""
     return " | ".join(f"{label} {value}" if label != "machine" else value for label, value in machine.items())
-
-
-def cores():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def huge_pages():
@@ -55,15 +49,6 @@ def restart_with_huge_pages(arguments):
     os.execve(sys.executable, command, {**os.environ, THP: "1"})
 
 
-def _cpu():
-    info = pathlib.Path("/proc/cpuinfo")
-    if info.exists():
-        for entry in info.read_text().splitlines():
-            if entry.startswith("model name"):
-                return entry.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def _version(package):
     try:
         return importlib.metadata.version(package)
@@ -75,13 +60,3 @@ def _chosen(path):
     """The bracketed word of a kernel setting, e.g. "always [madvise] never"."""
     file = pathlib.Path(path)
     return file.read_text().partition("[")[2].partition("]")[0] if file.exists() else "unknown"
-
-
-def _commit():
-    if shutil.which("git") is None:
-        return "unknown"
-
-    def git(*arguments):
-        return subprocess.run(["git", *arguments], cwd=pathlib.Path(__file__).parent, capture_output=True, text=True).stdout
-
-    return git("rev-parse", "--short", "HEAD").strip() + ("+changes" if git("status", "--porcelain", "-uno") else "")

@@ -58,7 +58,7 @@ def demo(arguments):
 
 
 def _facts():
-    from .demo.machine import machine
+    from .machine import machine
 
     here = machine()
     yield "torch", torch.__version__ + (f", CUDA {torch.version.cuda}" if torch.version.cuda else ", CPU build")

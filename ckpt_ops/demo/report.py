@@ -8,7 +8,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from .machine import machine
+from ..machine import machine
 from .training import EXACT_LIMIT, WARMUP_STEPS, serving_backend
 
 MIB = 2**20

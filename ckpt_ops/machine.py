@@ -7,19 +7,19 @@ from pathlib import Path
 
 import torch
 
-from .. import __version__
+from . import __version__
 
-_PACKAGE = Path(__file__).resolve().parent.parent
+_PACKAGE = Path(__file__).resolve().parent
 
 
 def machine():
     """Processor, system and versions, as JSON takes them."""
     return {
         "processor": processor(),
-        "cores": os.cpu_count(),
+        "cores": cores(),
         "threads": torch.get_num_threads(),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": gpu(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -37,6 +37,15 @@ def processor():
     except OSError:  # no /proc: macOS, Windows
         pass
     return platform.processor() or platform.machine()
+
+
+def cores():
+    """How many cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def gpu():
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def commit():
