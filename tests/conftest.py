@@ -1,20 +1,16 @@
-"""The backends under test, and NaN in all fresh memory.
+"""Fixtures over the backends under test (helpers_backends.py), and NaN in all fresh memory.
 
-A new backend needs one entry in DEVICES (and, if it is slow, in SLOW): the suite runs over it.
-CKPT_OPS_TEST_BACKENDS=cpu,reference narrows the run; CKPT_OPS_TEST_EXAMPLES=500 searches longer where shapes are random.
+CKPT_OPS_TEST_EXAMPLES=500 searches longer where shapes are random.
 """
 
 import os
-from dataclasses import dataclass
 
 import hypothesis
 import pytest
 import torch
 
 import ckpt_ops
-
-DEVICES = {"reference": "cpu", "cpu": "cpu"}  # where each backend's inputs live
-SLOW = ()  # backends that get the small shapes only
+from helpers_backends import DEVICES, READY, Backend
 
 hypothesis.settings.register_profile(
     "ckpt_ops",
@@ -23,32 +19,6 @@ hypothesis.settings.register_profile(
     derandomize=bool(os.environ.get("CI")),
 )
 hypothesis.settings.load_profile("ckpt_ops")
-
-
-@dataclass(frozen=True)
-class Backend:
-    name: str
-    device: str
-
-    @property
-    def fused(self):
-        """Whether kernels serve it: those keep little and have no second derivative."""
-        return self.name != "reference"
-
-    def skip_if_slow(self, elements):
-        if self.name in SLOW and elements > 20_000:
-            pytest.skip(f"{self.name} is slow: {elements} elements are left to the other backends")
-
-
-def ready():
-    """The backends this run tests."""
-    wanted = os.environ.get("CKPT_OPS_TEST_BACKENDS")
-    names = wanted.split(",") if wanted else list(DEVICES)
-    states = ckpt_ops.backends()
-    return [name for name in names if states[name] == "ready"]
-
-
-READY = ready()
 
 
 def pytest_report_header():

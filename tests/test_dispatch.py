@@ -9,7 +9,7 @@ import torch
 
 import ckpt_ops
 from ckpt_ops import dispatch
-from conftest import READY
+from helpers_backends import READY
 from helpers_ops import EACH_OP, make
 
 each = pytest.mark.parametrize("op", EACH_OP, ids=str)

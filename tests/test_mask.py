@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import ckpt_ops
 import helpers_philox
 from ckpt_ops import native, reference
-from conftest import READY
+from helpers_backends import READY
 from helpers_numerics import SEED
 from helpers_ops import ACT_DROPOUTS, DROPOUT, DROPOUT_ADD, DROPOUT_ADD_LAYER_NORM, DROPOUT_ADD_RMS_NORM, LAYOUTS, relayout
 from helpers_philox import threshold, torch_mask

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt_ops
-from conftest import DEVICES, READY
+from helpers_backends import DEVICES, READY
 from helpers_numerics import assert_close
 from helpers_ops import (
     ACT_DROPOUTS,
