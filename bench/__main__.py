@@ -3,6 +3,7 @@
 import argparse
 import os
 import pathlib
+import sys
 import time
 import warnings
 
@@ -12,14 +13,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ckpt_ops.machine import cores
 
-from . import cases, machine, must_show, plots, providers, report, runner, traffic
+from . import cases, ladder, machine, must_show, plots, providers, report, runner, traffic
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler behind the peak column announces every start
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LADDER = "`python -m bench ladder` measures whole blocks at every rung of ckpt_ops.regenerate; it has a --help of its own."
 
 
 def parser():
-    p = argparse.ArgumentParser("python -m bench", description="Measures every op beside torch and other packages.")
+    p = argparse.ArgumentParser(
+        "python -m bench", description="Measures every op beside torch and other packages.", epilog=LADDER
+    )
     p.add_argument("--must-show", action="store_true", help="only the promised figures (float32, large shapes)")
     p.add_argument("--case", metavar="SUBSTRING", help="only cases whose name contains this")
     size = p.add_mutually_exclusive_group()
@@ -86,6 +90,10 @@ def measure(options, console):
 
 
 def main(arguments=None):
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["ladder"]:
+        ladder.main(arguments[1:])
+        return
     options = parser().parse_args(arguments)
     console = Console()
     if not console.is_terminal:

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 import ckpt_ops
 from ckpt_ops.cli import main
-from ckpt_ops.demo import data, training
+from ckpt_ops.demo import data, labels, ladder, report, training
 from ckpt_ops.demo.options import VARIANTS, Settings
 from ckpt_ops.demo.variants import build
 
@@ -103,9 +105,9 @@ def test_a_checkpointed_block_keeps_its_input_alone(batches):
 def test_ours_keeps_no_mask_and_no_scores(fused, batches):
     deeper = _changed(layers=TINY.layers + 1)
     rows = TINY.batch * TINY.context
-    # In rows x hidden: x, y1, qkv 3, o and its transposed copy, r, y2, up 4, activation 4. Then two norms' statistics,
+    # In rows x hidden: x, y1, qkv 3, o, r, y2, up 4, activation 4. Then two norms' statistics,
     # attention's log-sum-exp, and four seeds.
-    expected = 17 * rows * TINY.hidden * 4 + 2 * 8 * rows + 4 * rows * TINY.heads + 4 * 8
+    expected = 16 * rows * TINY.hidden * 4 + 2 * 8 * rows + 4 * rows * TINY.heads + 4 * 8
     grown = training.kept_bytes(build("ours", deeper), *batches[0]) - training.kept_bytes(build("ours", TINY), *batches[0])
     assert grown == expected
 
@@ -160,7 +162,7 @@ def test_demo_writes_a_picture_and_json(dtype, text, tmp_path, capsys):
     out = tmp_path / "new" / "folder"
     threads = torch.get_num_threads()
     sizes = ["--layers=1", "--hidden=32", "--heads=2", "--context=16", "--batch=2", "--steps=3", f"--threads={threads + 1}"]
-    assert main(["demo", *sizes, "--dtype", dtype, "--text", str(text), "--out", str(out)]) == 0
+    assert main(["demo", *sizes, "--no-ladder", "--dtype", dtype, "--text", str(text), "--out", str(out)]) == 0
 
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
     figures = json.loads((out / "demo.json").read_text())
@@ -184,7 +186,59 @@ def test_demo_writes_a_picture_and_json(dtype, text, tmp_path, capsys):
 
 def test_demo_with_some_variants(text, tmp_path):
     sizes = ["--layers=1", "--hidden=16", "--heads=1", "--context=8", "--batch=1", "--steps=1"]
-    main(["demo", *sizes, "--variants", "torch-checkpoint", "torch", "--text", str(text), "--out", str(tmp_path)])
+    main(
+        ["demo", *sizes, "--variants", "torch-checkpoint", "torch", "--no-ladder", "--text", str(text), "--out", str(tmp_path)]
+    )
     figures = json.loads((tmp_path / "demo.json").read_text())
     assert [v["name"] for v in figures["variants"]] == ["torch", "torch-checkpoint"]
-    assert figures["exactness"] is None
+    assert figures["exactness"] is None and figures["ladder"] is None
+    assert not (tmp_path / "ladder.png").exists()
+
+
+def test_the_demo_sweeps_over_the_rungs(fused, text, tmp_path, capsys):
+    sizes = ["--layers=2", "--hidden=32", "--heads=2", "--context=16", "--batch=2", "--steps=2"]
+    main(["demo", *sizes, "--variants", "torch", "ours", "ours-activations", "--text", str(text), "--out", str(tmp_path)])
+    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    figures = json.loads((tmp_path / "demo.json").read_text())
+    ours, activations = figures["variants"][1:]
+    assert ours["losses"] == activations["losses"]  # regenerating changes no bit
+    rungs = {r["name"]: r for r in figures["ladder"]["rungs"]}
+    assert list(rungs) == list(ckpt_ops.RUNGS)
+    kept = [r["kept_bytes"] for r in rungs.values()]
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(kept)
+    assert rungs["store"]["kept_bytes"] == ours["kept_bytes"]
+    assert rungs["activations"]["kept_bytes"] == activations["kept_bytes"]
+    assert all(len(r["losses"]) == ladder.ROUNDS and r["ms_median"] > 0 for r in rungs.values())
+    assert len({tuple(r["losses"]) for r in rungs.values()}) == 1 and figures["ladder"]["same_losses"]
+    printed = capsys.readouterr().out
+    assert "ckpt_ops.regenerate" in printed
+    assert "the same to the bit" in printed
+
+
+def test_a_rung_that_does_not_repeat_the_losses_is_named(text):
+    one, two = (training.Result(name, name, 8, [1.0, 1.0], [5.0, loss]) for name, loss in (("store", 4.0), ("norms", 4.1)))
+    assert not ladder.same_losses([one, two])
+    assert "NOT the same" in report._ladder_line([one, two])
+
+
+def test_the_loss_at_the_end_is_a_mean():
+    result = training.Result("ours", "ckpt_ops", 8, [1.0] * 7, [9.0, 8.0, 5.0, 4.0, 3.0, 2.0, 1.0])
+    assert result.end_loss == 3.0
+
+
+# --- the pictures ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_names_of_points_touch_nothing(seed):
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    axes = figure.subplots(1, 2)[0]
+    axes.set_xlim(0, 1.1)
+    axes.set_ylim(0, 1.1)
+    drawn = torch.rand(5, 2, generator=torch.Generator().manual_seed(seed)).tolist()
+    points = [("ckpt_ops, activations\n1,234 ms, 123.4 MiB", x, y) for x, y in sorted(drawn, key=lambda p: p[1])]
+    labels.name_points(axes, points, ["black"] * 5)
+    figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for text in axes.texts]
+    texts = [labels.Box(b.x0, b.y0, b.x1, b.y1) for b in boxes]
+    assert not any(a.touches(b) for i, a in enumerate(texts) for b in texts[:i])

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-VARIANTS = ("torch", "torch-checkpoint", "ours", "ours-checkpoint")
+VARIANTS = ("torch", "torch-checkpoint", "ours", "ours-activations", "ours-checkpoint")
 
 
 class BadOption(ValueError):
@@ -30,6 +30,7 @@ class Settings:
     text: Path | None = None
     out: Path = Path("demo_output")
     variants: tuple = VARIANTS
+    ladder: bool = True
 
 
 def add_arguments(parser):
@@ -55,6 +56,10 @@ def add_arguments(parser):
     report.add_argument(
         "--variants", nargs="+", choices=VARIANTS, default=argparse.SUPPRESS, metavar="NAME",
         help=f"what to train, of {', '.join(VARIANTS)} (default: all)",
+    )  # fmt: skip
+    report.add_argument(
+        "--no-ladder", dest="ladder", action="store_false", default=argparse.SUPPRESS,
+        help="leave out the sweep over the rungs of ckpt_ops.regenerate",
     )  # fmt: skip
     report.add_argument("--out", type=Path, default=default.out, metavar="FOLDER", help="where picture and JSON go")
 

@@ -9,7 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..machine import machine
-from .training import EXACT_LIMIT, WARMUP_STEPS, serving_backend
+from .ladder import same_losses
+from .training import END_STEPS, EXACT_LIMIT, WARMUP_STEPS, serving_backend
 
 MIB = 2**20
 COUNTED = (
@@ -36,16 +37,21 @@ def print_heading(console, settings, text):
     )
 
 
-def print_results(console, settings, results, exactness, written):
+def print_results(console, settings, results, exactness, rungs, written):
     console.print(_table(settings, results))
     console.print(f"[dim]{COUNTED}[/]", highlight=False)
     console.print(_exactness_line(settings, exactness), highlight=False)
     if summary := _summary(results):
         console.print(f"[bold]{summary}[/]", highlight=False)
-    console.print(escape(f"Picture: {written[0]}   Figures: {written[1]}"), highlight=False, soft_wrap=True)
+    if rungs:
+        console.print(_ladder_table(rungs))
+        console.print(_ladder_line(rungs), highlight=False)
+    *pictures, figures = written
+    line = f"Pictures: {', '.join(map(str, pictures))}   Figures: {figures}"
+    console.print(escape(line), highlight=False, soft_wrap=True)
 
 
-def content(settings, results, exactness):
+def content(settings, results, exactness, rungs):
     """Everything measured, as JSON takes it."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -56,6 +62,13 @@ def content(settings, results, exactness):
         "warmup_steps": WARMUP_STEPS,
         "variants": [_variant(settings, r) for r in results],
         "exactness": exactness and asdict(exactness) | {"largest_difference": exactness.largest_difference},
+        "ladder": {
+            "rungs": [_variant(settings, r) for r in rungs],
+            "warmup_steps": rungs[0].warmup,
+            "same_losses": same_losses(rungs),
+        }
+        if rungs
+        else None,
     }
 
 
@@ -72,6 +85,7 @@ def _variant(settings, result):
         "ms_p80": result.quantile_ms(0.8),
         "tokens_per_second": _tokens_per_second(settings, result),
         "kept_bytes": result.kept_bytes,
+        "end_loss": result.end_loss,
         "losses": result.losses,
         "step_ms": result.step_ms,
     }
@@ -80,10 +94,11 @@ def _variant(settings, result):
 def _table(settings, results):
     """The first row is what the others are compared with."""
     table = Table(box=box.ROUNDED)
-    table.add_column("", no_wrap=True)
-    for heading in ("ms a step", "tokens/s", "kept, MiB", "loss"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("")
     base = results[0]
+    last = min(END_STEPS, len(base.losses))
+    for heading in ("ms a step", "tokens/s", "kept, MiB", "loss,\nfirst", f"loss, mean\nof last {last}"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for r in results:
         share_of_time, share_of_bytes = r.median_ms / base.median_ms, r.kept_bytes / base.kept_bytes
         table.add_row(
@@ -91,10 +106,32 @@ def _table(settings, results):
             f"{r.median_ms:,.0f} {_share(share_of_time, r is base)}",
             f"{_tokens_per_second(settings, r):,.0f}",
             f"{r.kept_bytes / MIB:,.1f} {_share(share_of_bytes, r is base)}",
-            f"{r.losses[0]:.3f} → {r.losses[-1]:.3f}",
+            f"{r.losses[0]:.3f}",
+            f"{r.end_loss:.3f}",
             style="bold" if r.name == "ours" else None,
         )
     return table
+
+
+def _ladder_table(rungs):
+    """The rungs of ckpt_ops.regenerate; shares are of the first, where everything is stored."""
+    table = Table(box=box.ROUNDED)
+    for heading in ("ckpt_ops.regenerate", "ms a step", "kept, MiB"):
+        table.add_column(heading, justify="right" if table.columns else "left", no_wrap=True)
+    store = rungs[0]
+    for r in rungs:
+        time, kept = r.median_ms / store.median_ms, r.kept_bytes / store.kept_bytes
+        table.add_row(
+            r.title,
+            f"{r.median_ms:,.0f} {_share(time, r is store)}",
+            f"{r.kept_bytes / MIB:,.1f} {_share(kept, r is store)}",
+        )
+    return table
+
+
+def _ladder_line(rungs):
+    verdict = "[green]the same to the bit[/]" if same_losses(rungs) else "[red]NOT the same[/]"
+    return f"Rungs: over {len(rungs[0].losses)} training steps with the same seeds, the losses at all rungs are {verdict}."
 
 
 def _share(share, is_base):

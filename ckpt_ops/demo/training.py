@@ -12,6 +12,7 @@ from .options import DTYPES
 from .variants import VARIANTS, build
 
 WARMUP_STEPS = 3  # not timed: allocator, caches and thread pool settle
+END_STEPS = 5  # the loss at the end is a mean over them: single batches are noisy
 EXACT_STEPS = 20
 EXACT_CONTEXT = 256  # the reference materialises every mask and every score: one short sequence a step is enough
 EXACT_LIMIT = 1e-4  # float32; a loss near 5 is rounded to 5e-7
@@ -26,10 +27,19 @@ class Result:
     kept_bytes: int
     step_ms: list = field(default_factory=list)
     losses: list = field(default_factory=list)
+    warmup: int = WARMUP_STEPS
+
+    def add(self, loss, milliseconds):
+        self.losses.append(loss)
+        self.step_ms.append(milliseconds)
 
     @property
     def timed(self):
-        return self.step_ms[min(WARMUP_STEPS, len(self.step_ms) - 1) :]
+        return self.step_ms[min(self.warmup, len(self.step_ms) - 1) :]
+
+    @property
+    def end_loss(self):
+        return statistics.fmean(self.losses[-END_STEPS:])
 
     @property
     def median_ms(self):
@@ -44,9 +54,8 @@ def train(name, settings, data, after_step=lambda: None):
     """Trains the variant on `data`, (ids, targets) a step, from the shared weights and seed."""
     model = build(name, settings)
     result = Result(name, VARIANTS[name].title, kept_bytes(model, *_to(settings.device, data[0])))
-    for loss, milliseconds in _steps(model, settings, data):
-        result.losses.append(loss)
-        result.step_ms.append(milliseconds)
+    for loss, milliseconds in training_steps(model, settings, data):
+        result.add(loss, milliseconds)
         after_step()
     return result
 
@@ -79,7 +88,7 @@ def exactness(settings, text, after_step=lambda: None):
     curves = {backend: [], "reference": []}
     for name, losses in curves.items():
         with use_backend(name):
-            for loss, _ in _steps(build("ours", settings), settings, data):
+            for loss, _ in training_steps(build("ours", settings), settings, data):
                 losses.append(loss)
                 after_step()
     return Exactness(backend, context, curves[backend], curves["reference"])
@@ -90,7 +99,7 @@ def serving_backend(settings):
     return dispatch.choose("attention", None, torch.empty(0, dtype=DTYPES[settings.dtype], device=settings.device))
 
 
-def _steps(model, settings, data):
+def training_steps(model, settings, data):
     """Yields (loss, milliseconds) of every step: forward, backward and optimizer."""
     torch.manual_seed(settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)

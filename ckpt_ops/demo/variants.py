@@ -6,7 +6,7 @@ from types import ModuleType
 
 from torch.utils.checkpoint import checkpoint
 
-from .. import nn, seeds
+from .. import nn, regenerate, seeds
 from . import torch_layers
 from .model import GPT
 from .options import DTYPES
@@ -17,6 +17,7 @@ class Variant:
     title: str
     layers: ModuleType
     run_block: Callable
+    rung: str = "store"
 
 
 def _plain(block, x):
@@ -36,12 +37,13 @@ VARIANTS = {
     "torch": Variant("torch", torch_layers, _plain),
     "torch-checkpoint": Variant("torch + checkpoint", torch_layers, _checkpoint),
     "ours": Variant("ckpt_ops", nn, _plain),
+    "ours-activations": Variant("ckpt_ops, rung activations", nn, _plain, "activations"),
     "ours-checkpoint": Variant("ckpt_ops + checkpoint", nn, _checkpoint_with_seeds),
 }
 
 
-def build(name, settings):
-    """The variant's model, with the initial weights that all variants share, on the settings' device."""
+def build(name, settings, rung=None):
+    """The variant's model, with the initial weights that all variants share, on the settings' device; on another `rung`."""
     variant = VARIANTS[name]
     model = GPT(
         variant.layers,
@@ -52,4 +54,7 @@ def build(name, settings):
         dropout=settings.dropout,
         run_block=variant.run_block,
     )
-    return model.initialise(settings.seed).to(settings.device, DTYPES[settings.dtype])
+    model.initialise(settings.seed).to(settings.device, DTYPES[settings.dtype])
+    if (rung := rung or variant.rung) != "store":
+        regenerate(model, rung)
+    return model
