@@ -12,6 +12,7 @@ import torch
 from .. import dispatch, reference, saved, seeds
 from ..library import fake
 from ._common import (
+    call,
     check_bias,
     check_floating,
     distinct,
@@ -88,7 +89,7 @@ def act_dropout(
     name = dispatch.choose("act_dropout", backend, input)
     if name == "reference":
         return reference.act_dropout(input, bias, act, random)
-    y = ActDropout.apply(*distinct(input, bias), act, *random, dispatch.NAMESPACE[name])
+    y = call(ActDropout, *distinct(input, bias), act, *random, dispatch.NAMESPACE[name])
     if saved.active():
         again = functools.partial(_again, act, *random[1:], dispatch.NAMESPACE[name])
         saved.register("act_dropout", again, (input, bias, random.seed), (y,))

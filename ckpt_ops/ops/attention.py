@@ -14,7 +14,7 @@ import torch
 
 from .. import dispatch, reference, seeds
 from ..library import fake
-from ._common import check_floating, distinct, first_derivative_only, op, statistics_dtype, vmap_by_sample
+from ._common import call, check_floating, distinct, first_derivative_only, op, statistics_dtype, vmap_by_sample
 
 CAUSAL = {False: 0, "upper_left": 1, "lower_right": 2}
 
@@ -109,7 +109,7 @@ def scaled_dot_product_attention(
                 "scaled_dot_product_attention: attn_mask requires a gradient, which the fused kernels do not compute; "
                 'detach it, or call with backend="reference"'
             )
-        o, _ = Attention.apply(*distinct(q, k, v), attn_mask, causal, scale, *random, heads_total, dispatch.NAMESPACE[name])
+        o, _ = call(Attention, *distinct(q, k, v), attn_mask, causal, scale, *random, heads_total, dispatch.NAMESPACE[name])
     if query.dim() > 3:
         return o.unflatten(0, lead)
     return o.squeeze(1) if query.dim() == 3 else o[0, 0]

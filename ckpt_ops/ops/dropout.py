@@ -11,7 +11,7 @@ import torch
 
 from .. import dispatch, reference, saved, seeds
 from ..library import fake
-from ._common import check_floating, first_derivative_only, op, vmap_by_sample
+from ._common import call, check_floating, first_derivative_only, op, vmap_by_sample
 
 
 @fake("dropout_fwd")
@@ -65,7 +65,7 @@ def dropout(input, p=0.5, training=True, *, seed=None, stream=0, origin=(0, 0, 0
     name = dispatch.choose("dropout", backend, input)
     if name == "reference":
         return reference.dropout(input, random)
-    y = Dropout.apply(input, *random, dispatch.NAMESPACE[name])
+    y = call(Dropout, input, *random, dispatch.NAMESPACE[name])
     if saved.active() and saved.current().knows(input):  # else its input would have to be kept for it
         saved.register("dropout", functools.partial(_again, *random[1:], dispatch.NAMESPACE[name]), (input, random.seed), (y,))
     return y

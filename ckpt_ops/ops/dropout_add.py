@@ -10,6 +10,7 @@ import torch
 from .. import dispatch, reference, seeds
 from ..library import fake
 from ._common import (
+    call,
     check_bias,
     check_floating,
     distinct,
@@ -92,4 +93,4 @@ def dropout_add(
     name = dispatch.choose("dropout_add", backend, input)
     if name == "reference":
         return reference.dropout_add(input, residual, bias, random)
-    return DropoutAdd.apply(*distinct(input, residual, bias), *random, dispatch.NAMESPACE[name])
+    return call(DropoutAdd, *distinct(input, residual, bias), *random, dispatch.NAMESPACE[name])

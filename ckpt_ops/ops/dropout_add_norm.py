@@ -13,6 +13,7 @@ from .. import dispatch, reference, saved, seeds
 from ..library import fake
 from . import layer_norm, rms_norm
 from ._common import (
+    call,
     check_bias,
     check_floating,
     distinct,
@@ -166,7 +167,7 @@ def dropout_add_layer_norm(
         return reference.dropout_add_layer_norm(input, residual, input_bias, weight, bias, shape, eps, random)
     tensors = distinct(input, residual, input_bias, weight, bias)
     namespace = dispatch.NAMESPACE[name]
-    y, r = DropoutAddLayerNorm.apply(*tensors, shape, float(eps), *random, namespace)[:2]
+    y, r = call(DropoutAddLayerNorm, *tensors, shape, float(eps), *random, namespace)[:2]
     if saved.active():  # r is kept, and y is its norm
         again = functools.partial(layer_norm.again, shape, float(eps), namespace)
         saved.register("dropout_add_layer_norm", again, (r, weight, bias), (y,))
@@ -192,7 +193,7 @@ def dropout_add_rms_norm(
         return reference.dropout_add_rms_norm(input, residual, input_bias, weight, shape, eps, offset, random)
     tensors = distinct(input, residual, input_bias, weight)
     namespace = dispatch.NAMESPACE[name]
-    y, r = DropoutAddRMSNorm.apply(*tensors, shape, eps, float(offset), *random, namespace)[:2]
+    y, r = call(DropoutAddRMSNorm, *tensors, shape, eps, float(offset), *random, namespace)[:2]
     if saved.active():
         again = functools.partial(rms_norm.again, shape, eps, float(offset), namespace)
         saved.register("dropout_add_rms_norm", again, (r, weight), (y,))

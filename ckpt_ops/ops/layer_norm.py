@@ -14,6 +14,7 @@ import torch
 from .. import dispatch, reference, saved
 from ..library import fake
 from ._common import (
+    call,
     check_floating,
     distinct,
     first_derivative_only,
@@ -92,7 +93,7 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, *, sav
         return reference.layer_norm(input, weight, bias, shape, eps)
     from_output = save == "output" and output_tells_input(weight, bias)
     namespace = dispatch.NAMESPACE[name]
-    y = LayerNorm.apply(*distinct(input, weight, bias), shape, float(eps), from_output, namespace)[0]
+    y = call(LayerNorm, *distinct(input, weight, bias), shape, float(eps), from_output, namespace)[0]
     if saved.active() and not from_output:
         saved.register("layer_norm", functools.partial(again, shape, float(eps), namespace), (input, weight, bias), (y,))
     return y

@@ -14,6 +14,7 @@ import torch
 from .. import dispatch, reference, saved
 from ..library import fake
 from ._common import (
+    call,
     check_floating,
     distinct,
     first_derivative_only,
@@ -91,7 +92,7 @@ def rms_norm(input, normalized_shape, weight=None, eps=None, *, offset=0.0, save
         return reference.rms_norm(input, weight, shape, eps, offset)
     from_output = save == "output" and output_tells_input(weight, offset=offset)
     namespace = dispatch.NAMESPACE[name]
-    y = RMSNorm.apply(*distinct(input, weight), shape, eps, float(offset), from_output, namespace)[0]
+    y = call(RMSNorm, *distinct(input, weight), shape, eps, float(offset), from_output, namespace)[0]
     if saved.active() and not from_output:
         saved.register("rms_norm", functools.partial(again, shape, eps, float(offset), namespace), (input, weight), (y,))
     return y
