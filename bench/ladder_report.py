@@ -29,8 +29,9 @@ CAPTION = (
     "kept: bytes alive between forward and backward, parameters apart, each storage once. 16-bit: the same per token, hidden "
     "column and block, as if values had 16 bits; of it statistics: the norms' and attention's, in float32. closed form: the "
     "rung's figure without statistics; for torch with dropout 34 + 5as/h (Korthikanti et al. 2022; torch on a CPU keeps masks "
-    "as wide as the values, and these blocks drop after the activation too). Medians of forward + backward, all in turn. "
-    "gradients: equal to the bit, with the same seeds, to store's, or for torch's checkpoint to torch's."
+    "as wide as the values and scaled copies of q and k, and these blocks drop after the activation too). Medians of forward "
+    "+ backward, all in turn. gradients: equal to the bit, with the same seeds, to store's, or for torch's checkpoint to "
+    "torch's."
 )
 
 

@@ -58,8 +58,8 @@ def _free(text, x, y, taken):
     def cost(found):
         (label_x, label_y, _), box, leader = found
         covered = sum(box.touches(t) for t in taken) + (0 if box.inside() else 10)
-        crossed = any(t.touches(b) for t in taken for b in leader)
-        return 10 * covered + 0.2 * crossed + abs(label_y - y) + 2 * abs(label_x - x)
+        crossed = sum(any(t.touches(b) for t in taken) for b in leader)
+        return 10 * covered + 0.05 * crossed + abs(label_y - y) + 2 * abs(label_x - x)
 
     places = [_place(x, y, beside * side, shift, wide, high) for beside in _BESIDE for side in (1, -1) for shift in _SHIFTS]
     return min(places, key=cost)
