@@ -91,7 +91,8 @@ def _parsers():
         help="train a GPT with torch's layers and with ours, and compare memory, time and loss",
         description="Trains one byte-level GPT with dropout several times, from the same weights on the same batches: with "
         "torch's layers, with torch's checkpointing, with the layers of this package, with those under checkpointing, and "
-        "at every rung of ckpt_ops.regenerate. Prints tables, and writes pictures and JSON. The defaults take about two minutes on two cores.",
+        "at every rung of ckpt_ops.regenerate. Prints tables, and writes pictures and JSON. The "
+        "defaults take about two minutes on two cores.",
         usage="%(prog)s [options]",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
