@@ -10,7 +10,7 @@ import pytest
 from helpers_install import run
 
 ROOT = Path(__file__).parents[2]
-ONE_KERNEL = ("dropout.cpp",)
+ONE_KERNEL = ("dropout.cpp", "fresh.cpp")
 
 
 @pytest.fixture(scope="session")
