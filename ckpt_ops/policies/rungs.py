@@ -75,17 +75,21 @@ class _Open(threading.local):
 
 
 class _Enter:
-    """The model's pre-hook: an engine for this forward. Its forward hook, called always, leaves it again."""
+    """The model's pre-hook: an engine for this forward. Its forward hook, called always, leaves it again.
 
-    def __init__(self):
+    needed: whether any module registers; at rungs store and block none does, and there is no engine to pay for.
+    """
+
+    def __init__(self, needed=True):
+        self.needed = needed
         self.replaced, self.refused = {}, {}
         self.open = _Open()
 
     def __reduce__(self):
-        return _Enter, ()
+        return _Enter, (self.needed,)
 
     def __call__(self, model, args):
-        if not wanted():
+        if not self.needed or not wanted():
             self.open.contexts.append(None)
             return
         context = entered(Engine(accepts=False, verifier=current_verifier()))
@@ -127,6 +131,7 @@ class Regenerated:
                     self._add(name, module)
         for name, module in modules.items():
             self._add(name, module)
+        self._enter.needed = bool(self._registers)
         if self._checkpointed:
             self._handles += CacheOff().install(model)
         self._handles.append(model.register_forward_hook(_Leave(self._enter), always_call=True))
