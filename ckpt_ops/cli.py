@@ -4,9 +4,8 @@ import argparse
 
 import torch
 
-from . import __version__, backends, native
+from . import __version__, backends, native, verify_command
 from .demo import options as demo_options
-from .saved import command as verify_command
 
 NEEDS_EXTRAS = "this command draws with rich and matplotlib, and {} is not installed: pip install 'ckpt_ops[demo]'"
 

@@ -7,8 +7,8 @@ import sys
 import torch
 from torch import nn
 
-from ..policies.rungs import RUNGS, regenerate
-from .verify import verify
+from .policies.rungs import RUNGS, regenerate
+from .saved.verify import verify
 
 
 class BadArgument(Exception):
