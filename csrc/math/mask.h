@@ -27,12 +27,4 @@ inline double mask_scale(uint32_t threshold) { return 65536.0 / (65536.0 - thres
 
 CKPT_HD uint32_t mask_call(uint64_t col) { return uint32_t(4 * (col / 32) + (col % 8) / 2); }
 
-// One element at a time: kernels draw 8 or more from the same call.
-CKPT_HD uint32_t mask_draw(uint32_t key0, uint32_t key1, uint32_t stream, uint32_t plane, uint32_t row, uint64_t col) {
-  uint32_t c[4] = {mask_call(col), row, plane, stream};
-  philox4x32_7(c, key0, key1);
-  uint32_t word = c[(col % 32) / 8];
-  return col % 2 ? word >> 16 : word & 0xffff;
-}
-
 }  // namespace ckpt
