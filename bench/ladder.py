@@ -16,7 +16,7 @@ from ckpt_ops.demo import torch_layers
 from ckpt_ops.demo.model import Block
 from ckpt_ops.machine import cores
 
-from . import ladder_report, machine, report, timing
+from . import ladder_layers, ladder_report, machine, report, timing
 
 TORCH, CHECKPOINT = "torch", "torch + checkpoint"
 PROVIDERS = (*ckpt_ops.RUNGS, TORCH, CHECKPOINT)
@@ -85,12 +85,13 @@ def measure(options, say=lambda text: None):
     torch.set_num_threads(options.threads)
     facts = machine.facts(options.device)
     say(machine.line(facts))
-    rows = []
+    rows, layers = [], []
     for dropout in (0.0, 0.1) if options.dropout is None else (options.dropout,):
         say(f"dropout {dropout:g}: {options.rounds} rounds of {', '.join(PROVIDERS)}")
         rows += run(size, dropout, options.device, options.rounds)
+        layers += layers_of_torch(size, dropout, options.device)
     backend = dispatch.choose("attention", None, torch.empty(0, dtype=DTYPES[size.dtype], device=options.device))
-    doc = {"machine": facts, "backend": backend, "size": asdict(size), "rows": rows}
+    doc = {"machine": facts, "backend": backend, "size": asdict(size), "rows": rows, "layers": layers}
     return {**doc, "must_show": ladder_report.must_show(doc, timed=not options.small)}
 
 
@@ -106,6 +107,24 @@ def run(size, dropout, device, rounds):
         row |= asdict(times[name])
         row["ratio_to_store"] = times[name].p50 / times["store"].p50
     return list(rows.values())
+
+
+def layers_of_torch(size, dropout, device):
+    """A row a rung: torch's encoder layers, replaced and regenerated. Bytes and numerics, not timed."""
+    contenders = {
+        rung: _Contender(ladder_layers.build(size, dropout, device, DTYPES[size.dtype], rung), size, device)
+        for rung in ckpt_ops.RUNGS
+    }
+    x, dy = contenders["store"].x, contenders["store"].dy
+    expected = ladder_layers.Expected(size, dropout, x, dy)
+    results = {rung: ladder_layers.results(c.model, x, dy) for rung, c in contenders.items()}
+    rows = []
+    for rung, ours in results.items():
+        worst, share = expected.worst(ours)
+        same = all(torch.equal(value, results["store"][name]) for name, value in ours.items())
+        row = {"provider": rung, "dropout": dropout, **_kept(contenders[rung], size), "gradients_of": "store"}
+        rows.append({**row, "same_gradients": same, "worst": worst, "share_of_allowed_error": share})
+    return rows
 
 
 def build(name, size, dropout, device):

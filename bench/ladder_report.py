@@ -34,6 +34,11 @@ CAPTION = (
     "torch's."
 )
 
+LAYERS_CAPTION = (
+    "error: relative root mean square, against float64, of the result and of all gradients; allowed: twice that of plain "
+    "torch, and an ulp. Plain torch is the layer itself; with dropout the reference with equal masks, as torch's are others."
+)
+
 
 def closed_form(row, size):
     """The row's figure, statistics apart. Without dropout torch's attention is a fused one that keeps no scores."""
@@ -50,6 +55,9 @@ def must_show(doc, timed):
         for rung in RUNGS:
             promises += [_keeps(rows[rung], size), _gradients(rows[rung])]
         promises += [_takes(rows[rung], most) for rung, most in TIMES.items() if timed]
+    for row in doc["layers"]:
+        of_layers = [_keeps(row, size), _gradients(row), _errs(row)]
+        promises += [{**promise, "provider": f"encoder layer, {row['provider']}"} for promise in of_layers]
     return promises
 
 
@@ -64,6 +72,11 @@ def _keeps(row, size):
 def _gradients(row):
     measured = "equal" if row["same_gradients"] else "different"
     return _promise(row, "gradients", "equal to store's", measured, row["same_gradients"])
+
+
+def _errs(row):
+    share = row["share_of_allowed_error"]
+    return _promise(row, f"error, {row['worst']}", "<= 1 of allowed", f"{share:.2f}", share <= 1)
 
 
 def _takes(row, most):
@@ -82,6 +95,7 @@ def tables(doc):
     """Rich tables: one a drop probability, and what was promised."""
     for dropout in dict.fromkeys(row["dropout"] for row in doc["rows"]):
         yield _table(doc, dropout)
+        yield _layers_table(doc, dropout)
     table = Table(title="must show", caption=machine.line(doc["machine"]), caption_justify="left")
     for column in ("", "dropout", "rung", "", "required", "measured"):
         table.add_column(column)
@@ -106,6 +120,20 @@ def _table(doc, dropout):
             row["provider"], readable_bytes(row["kept_bytes"]), f"{row['kept_16bit']:.2f}",
             f"{row['statistics_16bit']:.3f}", f"{figure:g}", f"{p50} ({p20}-{p80})",
             f"{row['ratio_to_store']:.3f}", _same(row),
+        )  # fmt: skip
+    return table
+
+
+def _layers_table(doc, dropout):
+    title = f"nn.TransformerEncoderLayer(norm_first=True) after replace and regenerate, dropout {dropout:g}"
+    table = Table(title=title, caption=LAYERS_CAPTION, caption_justify="left")
+    table.add_column("")
+    for column in ("kept", "16-bit", "of it statistics", "closed form", "error / allowed", "the worst", "gradients"):
+        table.add_column(column, justify="right")
+    for row in (r for r in doc["layers"] if r["dropout"] == dropout):
+        table.add_row(
+            row["provider"], readable_bytes(row["kept_bytes"]), f"{row['kept_16bit']:.2f}", f"{row['statistics_16bit']:.3f}",
+            f"{CLOSED_FORM[row['provider']]:g}", f"{row['share_of_allowed_error']:.2f}", row["worst"], _same(row),
         )  # fmt: skip
     return table
 

@@ -7,7 +7,7 @@ import torch
 
 import ckpt_ops
 from bench import __main__ as cli
-from bench import ladder, ladder_report, report
+from bench import ladder, ladder_layers, ladder_report, report
 from bench.ladder import PROVIDERS, Size
 
 SIZE = Size(tokens=24, hidden=32, heads=2, batch=2, blocks=2)
@@ -41,6 +41,26 @@ def test_bytes_of_every_rung(document, dropout):
         assert row["kept_bytes"] == 4 * width * SIZE.elements + own, rung
         assert row["kept_16bit"] == pytest.approx(2 * width + own / SIZE.elements), rung
     assert rows["torch + checkpoint"]["kept_bytes"] == rows["block"]["kept_bytes"]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_torchs_layers_replaced_and_regenerated(document, dropout):
+    rows = {row["provider"]: row for row in document["layers"] if row["dropout"] == dropout}
+    blocks = rows_of(document, dropout)
+    for rung in WIDTHS:
+        assert rows[rung]["kept_bytes"] == blocks[rung]["kept_bytes"], rung
+        assert rows[rung]["same_gradients"] is True
+        assert 0 < rows[rung]["share_of_allowed_error"] <= 1, rows[rung]["worst"]
+
+
+def test_errors_of_torchs_layers_are_seen():
+    model = ladder_layers.build(SIZE, 0.0, "cpu", torch.float32, "mlp")
+    contender = ladder._Contender(model, SIZE, "cpu")
+    expected = ladder_layers.Expected(SIZE, 0.0, contender.x, contender.dy)
+    with torch.no_grad():
+        model[1].linear2.bias[0] += 1e-4
+    name, share = expected.worst(ladder_layers.results(model, contender.x, contender.dy))
+    assert name == "y" and share > 1
 
 
 def test_sixteen_bits_need_no_scaling():
@@ -91,6 +111,16 @@ def test_promises_are_compared_with_what_was_measured(document):
         rows_of(measured, 0.1)["mlp"].update(change)
         failed = [(p["provider"], p["dropout"]) for p in ladder_report.must_show(measured, timed=True) if not p["passed"]]
         assert failed == ([("mlp", 0.1)] if change else [])
+
+
+@pytest.mark.parametrize(
+    "change", [{"kept_16bit": 20.0}, {"same_gradients": False}, {"share_of_allowed_error": 1.01}], ids=lambda c: next(iter(c))
+)
+def test_promises_of_torchs_layers_are_compared(document, change):
+    measured = copy.deepcopy(document)
+    next(row for row in measured["layers"] if row["provider"] == "mlp" and row["dropout"]).update(change)
+    failed = [p["provider"] for p in ladder_report.must_show(measured, timed=False) if not p["passed"]]
+    assert failed == ["encoder layer, mlp"]
 
 
 def test_command_line_end_to_end(fused, tmp_path, capsys):
