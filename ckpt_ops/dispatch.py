@@ -11,11 +11,13 @@ import warnings
 
 import torch
 
-from . import native
+from . import native, triton_backend
 
 BACKENDS = ("reference", "cpu", "cuda", "triton")
 NAMESPACE = {"cpu": "ckpt_ops", "cuda": "ckpt_ops", "triton": "ckpt_ops_triton"}
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+_DEVICES = {"cpu": ("cpu", "meta"), "cuda": ("cuda",), "triton": triton_backend.DEVICES}
 
 # What "no backend named" tries, by device type. Nothing listed: the reference alone.
 _PREFERENCE = {"cpu": ("cpu",), "cuda": ("cuda", "triton"), "meta": ("cpu",)}
@@ -31,7 +33,7 @@ def not_ready(backend):
     if backend == "cuda":
         return "this version has no CUDA C++ kernels"
     if backend == "triton":
-        return "this version has no Triton kernels"
+        return triton_backend.why_not()
     return None
 
 
@@ -47,7 +49,7 @@ def why_not(backend, op, x):
     reasons = []
     if reason := not_ready(backend):
         reasons.append(reason)
-    devices = {"cpu": ("cpu", "meta"), "cuda": ("cuda",), "triton": ("cuda",)}[backend]
+    devices = _DEVICES[backend]
     if x.device.type not in devices:
         reasons.append(f"it runs on {' or '.join(devices)} tensors, and {op} got one on {x.device}")
     if x.dtype not in DTYPES:

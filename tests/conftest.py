@@ -9,8 +9,9 @@ import hypothesis
 import pytest
 import torch
 
+from helpers_backends import DEVICES, READY, Backend  # isort: skip  (before ckpt_ops: it sets what Triton reads)
+
 import ckpt_ops
-from helpers_backends import DEVICES, READY, Backend
 
 hypothesis.settings.register_profile(
     "ckpt_ops",

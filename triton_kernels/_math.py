@@ -1,0 +1,80 @@
+"""Math that kernels share, once: the mask contract and activations as pairs f, df. Twin of csrc/math.
+
+Contract (ckpt_ops/mask.py): call (4 * (col // 32) + (col % 8) // 2, row, plane, stream) of Philox4x32-7 gives eight draws;
+an element's is word (col % 32) // 8, half col % 2; kept where draw >= threshold. Both tiles below make one call for eight
+elements. Their first column is a multiple of 32 of the whole tensor: a kernel whose tensor starts at another column (origin)
+lets its tiles begin before it.
+"""
+
+import triton
+import triton.language as tl
+
+PHILOX_A = tl.constexpr(0xD2511F53)
+PHILOX_B = tl.constexpr(0xCD9E8D57)
+WEYL_A = tl.constexpr(0x9E3779B9)
+WEYL_B = tl.constexpr(0xBB67AE85)
+
+
+@triton.jit
+def philox4x32_7(c0, c1, c2, c3, key0, key1):
+    """Philox4x32, 7 rounds (Salmon et al., SC 2011), on uint32. tl.philox would turn 64-bit for int64 counters. Twin: csrc/math/philox.h."""
+    for _ in tl.static_range(7):
+        high0 = tl.umulhi(c0, tl.full(c0.shape, PHILOX_A, tl.uint32))
+        high1 = tl.umulhi(c2, tl.full(c2.shape, PHILOX_B, tl.uint32))
+        low0 = c0 * tl.full(c0.shape, PHILOX_A, tl.uint32)
+        low1 = c2 * tl.full(c2.shape, PHILOX_B, tl.uint32)
+        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
+        key0 += tl.full((), WEYL_A, tl.uint32)
+        key1 += tl.full((), WEYL_B, tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def seed_key(seed_ptr):
+    """The two key words of a seed: an int64 read as uint64."""
+    seed = tl.load(seed_ptr)
+    return seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+
+
+@triton.jit
+def _draws(key0, key1, row, plane, stream, col, M: tl.constexpr, N: tl.constexpr):
+    """The four words of every call of a tile, [M, N // 32, 4] each: group of 32 columns, call."""
+    group = (col // 32).to(tl.uint32) + tl.arange(0, N // 32).to(tl.uint32)
+    call = 4 * group[None, :, None] + tl.arange(0, 4).to(tl.uint32)[None, None, :]
+    zero = tl.zeros([M, N // 32, 4], tl.uint32)
+    c1 = zero + row.to(tl.uint32)[:, None, None]
+    c2 = zero + (plane.to(tl.uint32)[:, None, None] if len(plane.shape) == 1 else plane.to(tl.uint32))
+    return philox4x32_7(zero + call, c1, c2, zero + stream.to(tl.uint32), key0, key1)
+
+
+@triton.jit
+def _bits(word, threshold, call, w: tl.constexpr):
+    """Whether the two draws of a word are kept, as bits 8w + 2c and the next: their columns' places in the group."""
+    low = ((word & 0xFFFF) >= threshold).to(tl.uint32)
+    high = ((word >> 16) >= threshold).to(tl.uint32)
+    return (low | (high << 1)) << (8 * w + 2 * call)
+
+
+@triton.jit
+def keep_rows(key0, key1, threshold, stream, plane, row, col, M: tl.constexpr, N: tl.constexpr):
+    """[M, N] bool: which elements of a row or element-wise kernel's tile are kept.
+
+    row, plane: [M] (plane: or a scalar); col: scalar, a multiple of 32, of the tile's first column. All absolute. N >= 32.
+    """
+    r0, r1, r2, r3 = _draws(key0, key1, row, plane, stream, col, M, N)
+    call = tl.arange(0, 4).to(tl.uint32)[None, None, :]
+    t = threshold.to(tl.uint32)
+    # A group's 32 bits in one word: its four calls may sit in four threads, which then exchange one word, not sixteen.
+    words = tl.sum(_bits(r0, t, call, 0) | _bits(r1, t, call, 1) | _bits(r2, t, call, 2) | _bits(r3, t, call, 3), axis=2)
+    keep = (tl.reshape(words, [M, N // 32, 1]) >> tl.arange(0, 32).to(tl.uint32)[None, None, :]) & 1
+    return tl.reshape(keep, [M, N]) != 0
+
+
+@triton.jit
+def keep_tile(key0, key1, threshold, stream, plane, row, col, M: tl.constexpr, N: tl.constexpr):
+    """The same mask, built in the order in which a tensor core's accumulator lays a row over its threads: for attention."""
+    r0, r1, r2, r3 = _draws(key0, key1, row, plane, stream, col, M, N)
+    draws = tl.join(tl.join(r0, r2), tl.join(r1, r3))  # [M, group, call, w >> 1, w & 1]... reshaped to [M, group, call, w]
+    draws = tl.permute(tl.reshape(draws, [M, N // 32, 4, 4]), [0, 1, 3, 2])  # [M, group, w, call]
+    draws = tl.join(draws & 0xFFFF, draws >> 16)  # the last: which half
+    return tl.reshape(draws, [M, N]) >= threshold.to(tl.uint32)

@@ -1,0 +1,225 @@
+"""layer_norm and rms_norm, forward and backward: the kernels of both, and what their launchers share.
+
+forward    a tile of whole rows a program; a row of more columns than a tile holds is read twice, block by block
+backward   programs walk the rows tile by tile, and keep their sums for the parameters in registers. Rows too long for
+           that: one kernel for the two means of each row, one for the gradients, by blocks of columns
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ._launch import launch
+from ._rows import (
+    COLUMNS_TILE,
+    LONGEST_BWD,
+    LONGEST_FWD,
+    bwd_tile,
+    column_sums,
+    compute_dtype,
+    compute_type,
+    dense,
+    empty_like,
+    fits,
+    fwd_tile,
+    grad_input,
+    grad_means,
+    normalized,
+    parameter,
+    partials,
+    row_statistic,
+    row_view,
+    rows_and_columns,
+    stages,
+    statistics,
+    store_statistics,
+    walking_programs,
+    weight,
+    welford_step,
+    welford_total,
+)
+
+LOOPED = dict(BLOCK_N=4096, num_warps=8)  # one row a program
+
+
+@triton.jit
+def _norm_fwd_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, stride_xm, M, N,
+    EPS: tl.constexpr, OFFSET: tl.constexpr, RMS: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK_N)[None, :]
+    inside = (row < M)[:, None] & (col < N)
+    x = tl.load(x_ptr + row[:, None] * stride_xm + col, mask=inside, other=0.0).to(ACC)
+    mean, rstd = statistics(x, inside, N, EPS, RMS)
+    store_statistics(mean_ptr, rstd_ptr, row, row < M, mean, rstd)
+    w, b = weight(w_ptr, col, col < N, OFFSET, ACC), parameter(b_ptr, col, col < N, 0.0, ACC)
+    y = normalized(x, mean[:, None], rstd[:, None], RMS) * w + b
+    tl.store(y_ptr + row[:, None] * N + col, y, mask=inside)
+
+
+@triton.jit
+def _norm_fwd_looped_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, stride_xm, N,
+    EPS: tl.constexpr, OFFSET: tl.constexpr, RMS: tl.constexpr, ACC: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    lane = tl.arange(0, BLOCK_N)[None, :]
+    lane_mean, m2, count = tl.zeros([1, BLOCK_N], ACC), tl.zeros([1, BLOCK_N], ACC), tl.zeros([1, 1], ACC)
+    for block in tl.range(0, N, BLOCK_N, num_stages=2):
+        col = block + lane
+        x = tl.load(x_ptr + row[:, None] * stride_xm + col, mask=col < N, other=0.0).to(ACC)
+        count += 1
+        lane_mean, m2 = welford_step(x, col < N, lane_mean, m2, count, RMS)
+    mean, rstd = welford_total(lane_mean, m2, lane, N, EPS, RMS)
+    store_statistics(mean_ptr, rstd_ptr, row, row >= 0, mean, rstd)
+    for block in tl.range(0, N, BLOCK_N, num_stages=2):
+        col = block + lane
+        x = tl.load(x_ptr + row[:, None] * stride_xm + col, mask=col < N, other=0.0).to(ACC)
+        w, b = weight(w_ptr, col, col < N, OFFSET, ACC), parameter(b_ptr, col, col < N, 0.0, ACC)
+        y = normalized(x, mean[:, None], rstd[:, None], RMS) * w + b
+        tl.store(y_ptr + row[:, None] * N + col, y, mask=col < N)
+
+
+@triton.jit
+def _saved_xhat(saved, mean_ptr, rstd, row, M, w_inverse, b, RMS: tl.constexpr, FROM_OUTPUT: tl.constexpr):
+    """xhat of a tile, from x and its statistics or from y."""
+    if FROM_OUTPUT:
+        xhat = (saved - b) * w_inverse
+    elif RMS:
+        xhat = saved * rstd
+    else:
+        xhat = (saved - row_statistic(mean_ptr, row, M)) * rstd
+    return xhat
+
+
+@triton.jit
+def _norm_bwd_kernel(
+    dy_ptr, saved_ptr, mean_ptr, rstd_ptr, w_ptr, b_ptr, dx_ptr, dw_ptr, db_ptr, stride_dym, stride_sm, M, N,
+    OFFSET: tl.constexpr, RMS: tl.constexpr, FROM_OUTPUT: tl.constexpr, ACC: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    col = tl.arange(0, BLOCK_N)[None, :]
+    w, b = weight(w_ptr, col, col < N, OFFSET, ACC), parameter(b_ptr, col, col < N, 0.0, ACC)
+    w_inverse = 1 / w
+    dw, db = tl.zeros([ROWS, BLOCK_N], ACC), tl.zeros([ROWS, BLOCK_N], ACC)
+    program = tl.program_id(0).to(tl.int64)
+    for first in tl.range(program * ROWS, M, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < M)[:, None] & (col < N)
+        dy = tl.load(dy_ptr + row[:, None] * stride_dym + col, mask=inside, other=0.0).to(ACC)
+        saved = tl.load(saved_ptr + row[:, None] * stride_sm + col, mask=inside, other=0.0).to(ACC)
+        rstd = row_statistic(rstd_ptr, row, M)
+        xhat = _saved_xhat(saved, mean_ptr, rstd, row, M, w_inverse, b, RMS, FROM_OUTPUT)
+        c1, c2 = grad_means(dy * w, xhat, N, RMS)
+        tl.store(dx_ptr + row[:, None] * N + col, grad_input(dy * w, xhat, rstd, c1, c2, RMS), mask=inside)
+        if dw_ptr is not None:
+            dw += dy * xhat
+        if db_ptr is not None:
+            db += dy
+    if dw_ptr is not None:
+        tl.store(dw_ptr + program * N + col, tl.sum(dw, 0)[None, :], mask=col < N)
+    if db_ptr is not None:
+        tl.store(db_ptr + program * N + col, tl.sum(db, 0)[None, :], mask=col < N)
+
+
+@triton.jit
+def _norm_bwd_means_kernel(
+    dy_ptr, saved_ptr, mean_ptr, rstd_ptr, w_ptr, b_ptr, c1_ptr, c2_ptr, stride_dym, stride_sm, M, N,
+    OFFSET: tl.constexpr, RMS: tl.constexpr, FROM_OUTPUT: tl.constexpr, ACC: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    rstd = row_statistic(rstd_ptr, row, M)
+    sum1, sum2 = tl.zeros([1, BLOCK_N], ACC), tl.zeros([1, BLOCK_N], ACC)
+    for block in tl.range(0, N, BLOCK_N, num_stages=2):
+        col = block + tl.arange(0, BLOCK_N)[None, :]
+        dy = tl.load(dy_ptr + row[:, None] * stride_dym + col, mask=col < N, other=0.0).to(ACC)
+        saved = tl.load(saved_ptr + row[:, None] * stride_sm + col, mask=col < N, other=0.0).to(ACC)
+        w, b = weight(w_ptr, col, col < N, OFFSET, ACC), parameter(b_ptr, col, col < N, 0.0, ACC)
+        sum1 += dy * w
+        sum2 += dy * w * _saved_xhat(saved, mean_ptr, rstd, row, M, 1 / w, b, RMS, FROM_OUTPUT)
+    if c1_ptr is not None:
+        tl.store(c1_ptr + row, tl.sum(sum1, 1) / N)
+    tl.store(c2_ptr + row, tl.sum(sum2, 1) / N)
+
+
+@triton.jit
+def _norm_bwd_columns_kernel(
+    dy_ptr, saved_ptr, mean_ptr, rstd_ptr, w_ptr, b_ptr, c1_ptr, c2_ptr, dx_ptr, dw_ptr, db_ptr, stride_dym, stride_sm, M, N,
+    OFFSET: tl.constexpr, RMS: tl.constexpr, FROM_OUTPUT: tl.constexpr, ACC: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    w, b = weight(w_ptr, col, col < N, OFFSET, ACC), parameter(b_ptr, col, col < N, 0.0, ACC)
+    w_inverse = 1 / w
+    dw, db = tl.zeros([ROWS, BLOCK_N], ACC), tl.zeros([ROWS, BLOCK_N], ACC)
+    program = tl.program_id(0).to(tl.int64)
+    for first in tl.range(program * ROWS, M, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < M)[:, None] & (col < N)
+        dy = tl.load(dy_ptr + row[:, None] * stride_dym + col, mask=inside, other=0.0).to(ACC)
+        if dw_ptr is not None or dx_ptr is not None:
+            saved = tl.load(saved_ptr + row[:, None] * stride_sm + col, mask=inside, other=0.0).to(ACC)
+            rstd = row_statistic(rstd_ptr, row, M)
+            xhat = _saved_xhat(saved, mean_ptr, rstd, row, M, w_inverse, b, RMS, FROM_OUTPUT)
+            if dw_ptr is not None:
+                dw += dy * xhat
+            if dx_ptr is not None:
+                c2 = row_statistic(c2_ptr, row, M)
+                c1 = c2 if RMS else row_statistic(c1_ptr, row, M)
+                tl.store(dx_ptr + row[:, None] * N + col, grad_input(dy * w, xhat, rstd, c1, c2, RMS), mask=inside)
+        if db_ptr is not None:
+            db += dy
+    if dw_ptr is not None:
+        tl.store(dw_ptr + program * N + col, tl.sum(dw, 0)[None, :], mask=col < N)
+    if db_ptr is not None:
+        tl.store(db_ptr + program * N + col, tl.sum(db, 0)[None, :], mask=col < N)
+
+
+def norm_fwd(x, weight, bias, normalized_shape, eps, offset, rms):
+    """(y, mean, rstd); mean is None for RMS."""
+    M, N = rows_and_columns(x, normalized_shape)
+    lead, dtype = x.shape[: x.dim() - len(normalized_shape)], compute_dtype(x)
+    y = empty_like(x)
+    rstd = torch.empty(lead, dtype=dtype, device=x.device)
+    mean = None if rms else torch.empty_like(rstd)
+    if N == 0:
+        return y, None if rms else mean.zero_(), rstd.zero_()
+    xs, stride = row_view(x, len(normalized_shape), N)
+    tensors = (xs, *dense(weight, bias), y, mean, rstd, stride)
+    constants = dict(EPS=eps, OFFSET=offset, RMS=rms, ACC=compute_type(x))
+    if fits(x, N, LONGEST_FWD):
+        tile = fwd_tile(N)
+        launch(_norm_fwd_kernel, (triton.cdiv(M, tile["ROWS"]),), x, *tensors, M, N, **constants, **tile)
+    else:
+        launch(_norm_fwd_looped_kernel, (M,), x, *tensors, N, **constants, **LOOPED)
+    return y, mean, rstd
+
+
+def norm_bwd(dy, saved, mean, rstd, weight, bias, normalized_shape, offset, rms, from_output, need_dx, need_dw, need_db):
+    """(dx, dw, db), with nothing computed that is not asked for."""
+    M, N = rows_and_columns(dy, normalized_shape)
+    dx = empty_like(dy) if need_dx else dy.new_empty(0)
+    if not (need_dx or need_dw or need_db) or N == 0 or M == 0:
+        zeros = (dy.new_zeros(normalized_shape if need else (0,), dtype=compute_dtype(dy)) for need in (need_dw, need_db))
+        return dx, *zeros
+    (dys, stride_dym), (saveds, stride_sm) = (row_view(t, len(normalized_shape), N) for t in (dy, saved))
+    tensors = (dys, saveds, *dense(mean, rstd, weight, bias if from_output else None))
+    strides = (stride_dym, stride_sm, M, N)
+    constants = dict(OFFSET=offset, RMS=rms, FROM_OUTPUT=from_output, ACC=compute_type(dy))
+    whole_rows = need_dx and fits(dy, N, LONGEST_BWD)
+    tile = bwd_tile(N) if whole_rows else COLUMNS_TILE
+    blocks = triton.cdiv(N, tile["BLOCK_N"])
+    programs = walking_programs(dy, M, tile, blocks)
+    sums = partials(dy, programs, N, need_dw, need_db)
+    outputs = (dx if need_dx else None, *sums)
+    constants_of_walk = dict(**constants, **tile, STAGES=stages(dy, tile, 2))
+    if whole_rows:
+        launch(_norm_bwd_kernel, (programs,), dy, *tensors, *outputs, *strides, **constants_of_walk)
+    else:
+        means = (None, None)
+        if need_dx:
+            means = (None if rms else torch.empty_like(rstd), torch.empty_like(rstd))
+            launch(_norm_bwd_means_kernel, (M,), dy, *tensors, *means, *strides, **constants, **LOOPED)
+        launch(_norm_bwd_columns_kernel, (programs, blocks), dy, *tensors, *means, *outputs, *strides, **constants_of_walk)
+    return dx, *column_sums(dy, normalized_shape, *sums)

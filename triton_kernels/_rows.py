@@ -1,0 +1,240 @@
+"""What the norms share: rows as tiles, their statistics and gradients, and parameter gradients in two stages.
+
+A tile is [ROWS, BLOCK_N], zero outside the tensor. Compute type: float32, float64 for float64. `RMS`: no mean.
+"""
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from ._launch import launch
+
+# --- statistics and gradients of whole rows ---------------------------------------------------------------------------
+
+
+@triton.jit
+def parameter(ptr, col, inside, default: tl.constexpr, ACC: tl.constexpr):
+    """A parameter's columns in the compute type; its default where there is none, and outside."""
+    value = tl.full(col.shape, default, ACC)
+    if ptr is not None:
+        value = tl.load(ptr + col, mask=inside, other=default).to(ACC)
+    return value
+
+
+@triton.jit
+def weight(w_ptr, col, inside, OFFSET: tl.constexpr, ACC: tl.constexpr):
+    """weight + offset; 1 where there is no weight."""
+    w = parameter(w_ptr, col, inside, 1.0, ACC)
+    return w if w_ptr is None else w + OFFSET
+
+
+@triton.jit
+def row_statistic(ptr, row, M):
+    """A statistic of a tile's rows, [ROWS, 1]."""
+    return tl.load(ptr + row, mask=row < M, other=0.0)[:, None]
+
+
+@triton.jit
+def store_statistics(mean_ptr, rstd_ptr, row, inside, mean, rstd):
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, mean, mask=inside)
+    tl.store(rstd_ptr + row, rstd, mask=inside)
+
+
+@triton.jit
+def statistics(x, inside, N, EPS: tl.constexpr, RMS: tl.constexpr):
+    """(mean, rstd) of a tile's rows. Two passes, the second around the first one's mean: no cancellation."""
+    if RMS:
+        mean = tl.zeros([x.shape[0]], x.dtype)
+        variance = tl.sum(x * x, 1) / N
+    else:
+        guess = tl.sum(x, 1) / N
+        d = tl.where(inside, x - guess[:, None], 0.0)
+        shift = tl.sum(d, 1) / N
+        mean = guess + shift
+        variance = tl.maximum(tl.sum(d * d, 1) / N - shift * shift, 0.0)
+    return mean, 1 / tl.sqrt(variance + EPS)
+
+
+@triton.jit
+def welford_step(x, inside, mean, m2, count, RMS: tl.constexpr):
+    """The count-th value of each lane, into its mean and sum of squares about it.  Welford, Technometrics 4(3), 1962."""
+    if RMS:
+        m2 += x * x
+    else:
+        d = tl.where(inside, x - mean, 0.0)
+        mean += d * (1 / count)
+        m2 += d * (x - mean)
+    return mean, m2
+
+
+@triton.jit
+def welford_total(mean, m2, lane, N, EPS: tl.constexpr, RMS: tl.constexpr):
+    """(mean, rstd) of a row from its lanes: lane l of [1, BLOCK_N] saw columns l, l + BLOCK_N, ...  Chan et al., 1979."""
+    if RMS:
+        total = tl.zeros([1], m2.dtype)
+    else:
+        count = (N - lane + lane.shape[1] - 1) // lane.shape[1]
+        guess = tl.sum(mean * count, 1) / N
+        shift = tl.sum((mean - guess[:, None]) * count, 1) / N
+        total = guess + shift
+        m2 += (mean - total[:, None]) * (mean - total[:, None]) * count
+    return total, 1 / tl.sqrt(tl.sum(m2, 1) / N + EPS)
+
+
+@triton.jit
+def normalized(x, mean, rstd, RMS: tl.constexpr):
+    return x * rstd if RMS else (x - mean) * rstd
+
+
+@triton.jit
+def grad_means(g, xhat, N, RMS: tl.constexpr):
+    """mean(g) and mean(g * xhat) of a tile's rows, [ROWS, 1]."""
+    c2 = tl.sum(g * xhat, 1)[:, None] / N
+    return tl.zeros_like(c2) if RMS else tl.sum(g, 1)[:, None] / N, c2
+
+
+@triton.jit
+def grad_input(g, xhat, rstd, c1, c2, RMS: tl.constexpr):
+    return (g - xhat * c2) * rstd if RMS else (g - c1 - xhat * c2) * rstd
+
+
+# --- parameter gradients, second stage ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sum_of_programs(partial_ptr, out_ptr, P, N, col, BLOCK_P: tl.constexpr):
+    total = tl.zeros([BLOCK_P, col.shape[1]], out_ptr.dtype.element_ty)
+    for first in range(0, P, BLOCK_P):
+        program = first + tl.arange(0, BLOCK_P)[:, None]
+        total += tl.load(partial_ptr + program.to(tl.int64) * N + col, mask=(program < P) & (col < N), other=0.0)
+    tl.store(out_ptr + col, tl.sum(total, 0)[None, :], mask=col < N)
+
+
+@triton.jit
+def _column_sums_kernel(
+    a_ptr, b_ptr, c_ptr, a_sum_ptr, b_sum_ptr, c_sum_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    col = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    if a_ptr is not None:
+        _sum_of_programs(a_ptr, a_sum_ptr, P, N, col, BLOCK_P)
+    if b_ptr is not None:
+        _sum_of_programs(b_ptr, b_sum_ptr, P, N, col, BLOCK_P)
+    if c_ptr is not None:
+        _sum_of_programs(c_ptr, c_sum_ptr, P, N, col, BLOCK_P)
+
+
+def partials(like, programs, N, *wanted):
+    """For each gradient that is wanted the sums of each program, [programs, N], to be written; else None."""
+    dtype = compute_dtype(like)
+    return [torch.empty(programs, N, dtype=dtype, device=like.device) if want else None for want in wanted]
+
+
+def column_sums(like, shape, *parts):
+    """What the programs' sums add up to, [*shape] each; [0] where nothing was wanted. One launch, no atomics."""
+    dtype, device = compute_dtype(like), like.device
+    sums = [torch.empty((0,) if part is None else shape, dtype=dtype, device=device) for part in parts]
+    present = [part for part in parts if part is not None]
+    if present:
+        P, N = present[0].shape
+        padding = [None] * (3 - len(parts))
+        grid = (triton.cdiv(N, 32),)
+        launch(_column_sums_kernel, grid, like, *parts, *padding, *sums, *padding, P, N, BLOCK_P=64, BLOCK_N=32, num_warps=4)
+    return sums
+
+
+# --- sizes of tiles and grids -------------------------------------------------------------------------------------------
+
+LONGEST_FWD = 16384  # columns of a tile that stays in registers; half for float64
+LONGEST_BWD = 8192  # there with two to three sums a column beside it
+
+
+def compute_dtype(x):
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def compute_type(x):
+    return tl.float64 if x.dtype == torch.float64 else tl.float32
+
+
+def fits(x, N, longest):
+    limit = longest // 2 if x.dtype == torch.float64 else longest
+    return limit >= N
+
+
+@functools.cache
+def fwd_tile(N):
+    """16 elements a thread: several short rows a program."""
+    BLOCK_N = max(32, triton.next_power_of_2(N))
+    ROWS = max(1, 2048 // BLOCK_N)
+    return dict(ROWS=ROWS, BLOCK_N=BLOCK_N, num_warps=min(max(4, ROWS * BLOCK_N // 512), 16))
+
+
+@functools.cache
+def bwd_tile(N):
+    """16 elements a thread, 8 columns where rows are long enough: a thread then sums its columns over rows alone."""
+    BLOCK_N = max(32, triton.next_power_of_2(N))
+    warps = min(max(4, BLOCK_N // 256), 16)
+    return dict(ROWS=max(1, warps * 512 // BLOCK_N), BLOCK_N=BLOCK_N, num_warps=warps)
+
+
+COLUMNS_TILE = dict(ROWS=2, BLOCK_N=1024, num_warps=4)  # of kernels that walk down a block of columns
+
+
+def stages(x, tile, tensors):
+    """Tiles of each input in flight, the one at work among them: up to 64 KB a multiprocessor waits in shared memory."""
+    nbytes = tensors * tile["ROWS"] * tile["BLOCK_N"] * x.element_size() * 16 // tile["num_warps"]
+    return 3 if nbytes <= 32768 else 2
+
+
+def walking_programs(like, M, tile, column_blocks=1):
+    """Programs that share the rows: what 16 warps a multiprocessor make, by shape and device alone."""
+    full = multiprocessors(like.device) * 16 // (tile["num_warps"] * column_blocks)
+    return min(triton.cdiv(M, tile["ROWS"]), max(1, full))
+
+
+@functools.cache
+def multiprocessors(device):
+    """132 (of an H100 or H200) where there are none to count."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+# --- tensors as rows --------------------------------------------------------------------------------------------------
+
+
+def row_view(x, inner, N):
+    """(tensor, row stride): x as rows of its last `inner` dimensions, N elements; a copy where one stride cannot do it."""
+    if x.is_contiguous():
+        return x, N
+    sizes, strides, step = x.shape, x.stride(), 1
+    for d in range(x.dim() - 1, x.dim() - inner - 1, -1):
+        if sizes[d] != 1 and strides[d] != step:
+            return x.contiguous(), N
+        step *= sizes[d]
+    row, step = N, None
+    for d in range(x.dim() - inner - 1, -1, -1):
+        if sizes[d] == 1:
+            continue
+        if step is None:
+            row = step = strides[d]
+        elif strides[d] != step:
+            return x.contiguous(), N
+        step *= sizes[d]
+    return x, row
+
+
+def rows_and_columns(x, normalized_shape):
+    lead = x.dim() - len(normalized_shape)
+    return math.prod(x.shape[:lead]), math.prod(normalized_shape)
+
+
+def dense(*tensors):
+    """Parameters and statistics as kernels read them."""
+    return [None if t is None else t.contiguous() for t in tensors]
+
+
+def empty_like(x):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
