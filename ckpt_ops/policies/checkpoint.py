@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import types
 
 import torch
 from torch import nn
@@ -10,6 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .. import seeds
+from .forwards import WrappedForward
 
 
 def checkpoint(function, *args, context_fn=None, **kwargs):
@@ -117,22 +117,11 @@ class _RestoredBuffers:
         return self._inner.__exit__(*error)
 
 
-class CheckpointedForward:
-    """A module's forward, run as one checkpoint. An object in the module's __dict__: it copies and pickles with it."""
+class CheckpointedForward(WrappedForward):
+    """Runs a module's forward as one checkpoint."""
 
-    def __init__(self, module):
-        self._module = module
-
-    @classmethod
-    def install(cls, module):
-        module.forward = cls(module)
-        return module.forward
-
-    def __call__(self, *args, **kwargs):
-        return checkpoint(types.MethodType(type(self._module).forward, self._module), *args, **kwargs)
-
-    def remove(self):
-        del self._module.forward
+    def around(self, module, forward, args, kwargs):
+        return checkpoint(forward, *args, **kwargs)
 
 
 def refuse_checkpointed(model, blocks):
@@ -151,28 +140,18 @@ def refuse_checkpointed(model, blocks):
             )
 
 
-class CacheOff:
-    """Hooks of a model with checkpointed blocks: `config.use_cache` is off during a call that trains, and only then.
+@contextlib.contextmanager
+def caches_off(model):
+    """`config.use_cache` of the model and what is in it is off, during a call that trains.
 
     A recomputed block would append its keys and values to the cache once more.
     """
-
-    def __init__(self):
-        self._off = []
-
-    def install(self, model):
-        return [
-            model.register_forward_pre_hook(self._enter),
-            model.register_forward_hook(self._leave, always_call=True),
-        ]
-
-    def _enter(self, model, args):
-        if torch.is_grad_enabled():
-            for config in {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values():
-                if getattr(config, "use_cache", False):
-                    config.use_cache = False
-                    self._off.append(config)
-
-    def _leave(self, model, args, output):
-        while self._off:
-            self._off.pop().use_cache = True
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values()
+    off = [c for c in configs if getattr(c, "use_cache", False)] if torch.is_grad_enabled() else []
+    for config in off:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in off:
+            config.use_cache = True

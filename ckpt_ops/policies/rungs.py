@@ -10,17 +10,18 @@ A rung is a set of a block's modules whose outputs are made again in backward in
     block        the whole block: a checkpoint
 """
 
-import threading
+import contextlib
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from ..memory import kept
-from ..saved.accepts import Accepts
-from ..saved.engine import Engine, current, entered, wanted
+from ..saved.accepts import Accepts, call_for
+from ..saved.engine import Engine, entered, wanted
 from ..saved.verify import current_verifier
-from .checkpoint import CacheOff, CheckpointedForward, refuse_checkpointed
+from .checkpoint import CheckpointedForward, caches_off, refuse_checkpointed
 from .find import find_blocks
+from .forwards import WrappedForward
 from .module_hooks import Registers
 
 RUNGS = ("store", "norms", "activations", "mlp", "qkv", "block")
@@ -42,7 +43,7 @@ def regenerate(model, rung="activations", *, modules=()):
     Returns: `Regenerated`, with report() and remove().
     Raises: ValueError for an unknown rung, block or module name, or where the model is regenerated already.
     """
-    if any(isinstance(hook, _Enter) for hook in model._forward_pre_hooks.values()):
+    if isinstance(vars(model).get("forward"), _Regenerating):
         raise ValueError("regenerate: this model is regenerated already; call remove() on the handle it gave first")
     blocks = find_blocks(model)
     rungs = _rung_of_each(blocks, rung)
@@ -67,40 +68,26 @@ def _rung_of_each(blocks, rung):
     return rungs
 
 
-class _Open(threading.local):
-    """The engines that this thread has entered, None for a call that needed none."""
-
-    def __init__(self):
-        self.contexts = []
-
-
-class _Enter:
-    """The model's pre-hook: an engine for this forward. Its forward hook, called always, leaves it again.
+class _Regenerating(WrappedForward):
+    """The model's forward, with an engine for each call that records a graph.
 
     needed: whether any module registers; at rungs store and block none does, and there is no engine to pay for.
+    recomputed: whether blocks are checkpointed.
     """
 
-    def __init__(self, needed=True):
-        self.needed = needed
+    def __init__(self, model):
+        super().__init__(model)
+        self.needed = self.recomputed = False
         self.replaced, self.refused = {}, {}
-        self.open = _Open()
 
-    def __reduce__(self):
-        return _Enter, (self.needed,)
-
-    def __call__(self, model, args):
-        if not self.needed or not wanted():
-            self.open.contexts.append(None)
-            return
-        context = entered(Engine(accepts=False, verifier=current_verifier()))
-        context.__enter__()
-        self.open.contexts.append(context)
-
-    def leave(self, model, args, output):
-        context = self.open.contexts.pop() if self.open.contexts else None
-        if context is not None:
-            self.replaced, self.refused = current().replaced, current().refused
-            context.__exit__(None, None, None)
+    def around(self, module, forward, args, kwargs):
+        with caches_off(module) if self.recomputed else contextlib.nullcontext():
+            if not self.needed or not wanted():
+                return forward(*args, **kwargs)
+            engine = Engine(accepts=False, verifier=current_verifier())
+            self.replaced, self.refused = engine.replaced, engine.refused
+            with entered(engine):
+                return call_for(module, forward, *args, **kwargs)
 
 
 @dataclass
@@ -119,22 +106,19 @@ class Regenerated:
 
     def __init__(self, model, blocks, rungs, modules):
         self.model, self._rungs, self._blocks = model, rungs, blocks
-        self._handles, self._checkpointed, self._registers = [], [], {}
-        self._enter = _Enter()
-        self._handles.append(model.register_forward_pre_hook(self._enter, prepend=True))
+        self._handles, self._registers = [], {}
+        checkpointed = [CheckpointedForward(block.module) for block in blocks if rungs[block.name] == "block"]
+        self._forward = _Regenerating(model)
         for block in blocks:
             if rungs[block.name] == "block":
-                self._checkpointed.append(CheckpointedForward.install(block.module))
                 continue
             for kind in _KINDS[: RUNGS.index(rungs[block.name])]:
                 for name, module in getattr(block, kind):
                     self._add(name, module)
         for name, module in modules.items():
             self._add(name, module)
-        self._enter.needed = bool(self._registers)
-        if self._checkpointed:
-            self._handles += CacheOff().install(model)
-        self._handles.append(model.register_forward_hook(_Leave(self._enter), always_call=True))
+        self._forward.needed, self._forward.recomputed = bool(self._registers), bool(checkpointed)
+        self._handles += [self._forward, *checkpointed]
 
     def _add(self, name, module):
         if name in self._registers:
@@ -169,15 +153,13 @@ class Regenerated:
 
     def _reason(self, name):
         """Why the module's output is kept after all, or None."""
-        return self._registers[name].refused or self._enter.refused.get(name)
+        return self._registers[name].refused or self._forward.refused.get(name)
 
     def remove(self):
         """Takes all hooks away and gives checkpointed blocks their own forward back."""
         for handle in self._handles:
             handle.remove()
-        for checkpointed in self._checkpointed:
-            checkpointed.remove()
-        self._handles, self._checkpointed = [], []
+        self._handles, self._forward.needed, self._forward.recomputed = [], False, False
 
 
 @dataclass
@@ -198,16 +180,6 @@ class Report:
         if self.kept is not None:
             lines.append(f"{self.kept.bytes:,} bytes kept for backward (and {self.kept.parameter_bytes:,} in parameters)")
         return "\n".join(lines)
-
-
-class _Leave:
-    """The model's forward hook, as an object: it pickles and copies with the model."""
-
-    def __init__(self, enter):
-        self._enter = enter
-
-    def __call__(self, model, args, output):
-        self._enter.leave(model, args, output)
 
 
 def is_ours(module):

@@ -32,8 +32,10 @@ class Accepts:
         ]
 
     def enter(self, module=None, args=None):
-        engine = current()
-        self._stack.calls.append((engine, engine is not None and engine.accepts))
+        engine, calls = current(), self._stack.calls
+        if calls and calls[-1][0] is not engine:
+            calls.clear()  # left by calls that a KeyboardInterrupt ended: hooks do not see it
+        calls.append((engine, engine is not None and engine.accepts))
         if engine is not None:
             engine.accepts = True
 
