@@ -7,18 +7,30 @@ from ._math import keep_rows, seed_key
 
 
 @triton.jit
-def planes_and_rows(m0, rows, BLOCK_M: tl.constexpr):
-    """Plane and row of the rows m0 .. m0 + BLOCK_M - 1, [BLOCK_M] int64. rows: of a plane.
+def tile_of(M, C, shift, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """This program's first row, in M's type, and how far its first column lies from the first tile's, int64."""
+    tiles = tl.cdiv(C + shift, BLOCK_N).to(tl.int32)
+    tile = tl.program_id(0)
+    return (tile // tiles).to(M.dtype) * BLOCK_M, (tile % tiles).to(tl.int64) * BLOCK_N
 
-    One 64-bit division a program; the one for each row is a 32-bit one, unless a plane has 2^31 rows.
+
+@triton.jit
+def planes_and_rows(m0, rows, BLOCK_M: tl.constexpr):
+    """Plane and row of the rows m0 .. m0 + BLOCK_M - 1, [BLOCK_M] int64; a plane has `rows` of them.
+
+    Divisions are 32 bits wide unless the tensor has 2^31 rows: one of 64 bits takes a hundred instructions.
     """
-    row = (m0 % rows).to(rows.dtype) + tl.arange(0, BLOCK_M)
-    if rows.dtype == tl.int32:
-        wide = row.to(tl.uint32)
-        plane = wide // rows.to(tl.uint32)
-        row = wide - plane * rows.to(tl.uint32)
-        return m0 // rows + plane.to(tl.int64), row.to(tl.int64)
-    return m0 // rows + row // rows, row % rows
+    plane = m0 // rows
+    row = m0 - plane * rows
+    if m0.dtype == tl.int32:
+        row = row.to(tl.uint32) + tl.arange(0, BLOCK_M).to(tl.uint32)
+        more = row // rows.to(tl.uint32)
+        row = row - more * rows.to(tl.uint32)
+    else:
+        row = row + tl.arange(0, BLOCK_M)
+        more = row // rows
+        row = row - more * rows
+    return plane.to(tl.int64) + more.to(tl.int64), row.to(tl.int64)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ WEYL_B = tl.constexpr(0xBB67AE85)
 
 @triton.jit
 def philox4x32_7(c0, c1, c2, c3, key0, key1):
-    """Philox4x32, 7 rounds (Salmon et al., SC 2011), on uint32. tl.philox would turn 64-bit for int64 counters. Twin: csrc/math/philox.h."""
+    """Philox4x32-7 on uint32 (Salmon et al., SC 2011). Twin: csrc/math/philox.h. Given int64, tl.philox is another generator."""
     for _ in tl.static_range(7):
         high0 = tl.umulhi(c0, tl.full(c0.shape, PHILOX_A, tl.uint32))
         high1 = tl.umulhi(c2, tl.full(c2.shape, PHILOX_B, tl.uint32))

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._elementwise import drop, planes_and_rows, wide
+from ._elementwise import drop, planes_and_rows, tile_of, wide
 from ._launch import launch, mask_arguments, rows_of, tile_shape
 from ._math import keep_rows, seed_key
 
@@ -17,10 +17,8 @@ def _dropout_fwd_kernel(
     M, rows, C, stride_xp, stride_xm, stride_xn,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(C + shift, BLOCK_N)
-    tile = tl.program_id(0).to(tl.int64)
-    m0, n0 = tile // tiles * BLOCK_M, tile % tiles * BLOCK_N
-    m, n = m0 + tl.arange(0, BLOCK_M), n0 - shift + tl.arange(0, BLOCK_N)
+    m0, n0 = tile_of(M, C, shift, BLOCK_M, BLOCK_N)
+    m, n = m0.to(tl.int64) + tl.arange(0, BLOCK_M), n0 - shift + tl.arange(0, BLOCK_N)
     inside = (m < M)[:, None] & ((n >= 0) & (n < C))[None, :]
     plane, row = planes_and_rows(m0, rows, BLOCK_M)
     x = wide(tl.load(x_ptr + (plane * stride_xp + row * stride_xm)[:, None] + (n * stride_xn)[None, :], mask=inside, other=0.0))
@@ -32,10 +30,8 @@ def _dropout_fwd_kernel(
 def _dropout_mask_kernel(
     keep_ptr, seed_ptr, threshold, stream, plane0, row0, col0, shift, M, rows, C, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    tiles = tl.cdiv(C + shift, BLOCK_N)
-    tile = tl.program_id(0).to(tl.int64)
-    m0, n0 = tile // tiles * BLOCK_M, tile % tiles * BLOCK_N
-    m, n = m0 + tl.arange(0, BLOCK_M), n0 - shift + tl.arange(0, BLOCK_N)
+    m0, n0 = tile_of(M, C, shift, BLOCK_M, BLOCK_N)
+    m, n = m0.to(tl.int64) + tl.arange(0, BLOCK_M), n0 - shift + tl.arange(0, BLOCK_N)
     inside = (m < M)[:, None] & ((n >= 0) & (n < C))[None, :]
     plane, row = planes_and_rows(m0, rows, BLOCK_M)
     key0, key1 = seed_key(seed_ptr)
