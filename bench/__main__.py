@@ -22,7 +22,10 @@ LADDER = "`python -m bench ladder` measures whole blocks at every rung of ckpt_o
 
 def parser():
     p = argparse.ArgumentParser(
-        "python -m bench", description="Measures every op beside torch and other packages.", epilog=LADDER
+        "python -m bench",
+        description="Measures every op beside torch and other packages.",
+        epilog=LADDER,
+        parents=[machine.allocator_options()],
     )
     p.add_argument("--must-show", action="store_true", help="only the promised figures (float32, large shapes)")
     p.add_argument("--case", metavar="SUBSTRING", help="only cases whose name contains this")
@@ -36,7 +39,6 @@ def parser():
     p.add_argument(
         "--providers", metavar="A,B", help=f"default: {','.join(providers.DEFAULT)}; also reference, ours:NAME, ours:all"
     )
-    p.add_argument("--huge-pages", action="store_true", help=f"restart with {machine.THP}=1: huge pages for torch's tensors")
     p.add_argument(
         "--out", default="bench_output", metavar="FOLDER", help="for JSON, markdown and plots (default: %(default)s)"
     )
@@ -101,8 +103,6 @@ def main(arguments=None):
     if options.plot:
         _say_written(console, plots.draw(report.read(options.plot), options.plot))
         return
-    if options.huge_pages and not machine.huge_pages():
-        machine.restart_with_huge_pages(arguments)
     if not selected(options):
         raise SystemExit(f"no case's name contains {options.case!r}")
     warnings.filterwarnings("ignore", message="ckpt_ops runs on its slower reference backend")  # the table names the backend
@@ -111,7 +111,7 @@ def main(arguments=None):
     for table in (*report.tables(doc), report.must_show_table(doc)):
         if table is not None:
             console.print(table)
-    stem = ("must_show" if options.must_show else "bench") + ("_huge_pages" if machine.huge_pages() else "")
+    stem = ("must_show" if options.must_show else "bench") + ("_huge_pages" if options.huge_pages else "")
     path = report.write(doc, options.out, stem)
     console.print(f"{len(doc['rows'])} rows in {time.perf_counter() - started:.0f} s")
     _say_written(console, [path, path.with_suffix(".md"), *plots.draw(doc, path)])
@@ -123,4 +123,5 @@ def _say_written(console, paths):
 
 
 if __name__ == "__main__":
+    machine.settle(sys.argv[1:])
     main()

@@ -43,7 +43,8 @@ class Size:
 
 def parser():
     default = Size()
-    p = argparse.ArgumentParser("python -m bench ladder", description=__doc__.partition(": ")[2])
+    parents = [machine.allocator_options()]
+    p = argparse.ArgumentParser("python -m bench ladder", description=__doc__.partition(": ")[2], parents=parents)
     p.add_argument("--dropout", type=float, help="only this drop probability (default: 0 and 0.1)")
     for name in ("tokens", "hidden", "heads", "batch", "blocks"):
         p.add_argument(f"--{name}", type=int, default=getattr(default, name), help="(default: %(default)s)")
@@ -52,7 +53,6 @@ def parser():
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--threads", type=int, default=min(2, cores()), help="of the CPU (default: %(default)s)")
     p.add_argument("--rounds", type=int, default=9, help="timed steps of each, in turn (default: %(default)s)")
-    p.add_argument("--huge-pages", action="store_true", help=f"restart with {machine.THP}=1: huge pages for torch's tensors")
     p.add_argument("--out", default="bench_output", metavar="FOLDER", help="for JSON and picture (default: %(default)s)")
     p.add_argument("--plot", metavar="JSON", help="only draw the picture of an earlier run")
     return p
@@ -67,8 +67,6 @@ def main(arguments):
         path = pathlib.Path(options.plot)
         ladder_report.draw(report.read(path), path.with_suffix(".png"))
         return
-    if options.huge_pages and not machine.huge_pages():
-        machine.restart_with_huge_pages(["ladder", *arguments])
     warnings.filterwarnings("ignore", message="ckpt_ops runs on its slower reference backend")  # the table names the backend
     doc = measure(options, lambda text: console.print(text, style="dim"))
     for table in ladder_report.tables(doc):

@@ -2,6 +2,7 @@
 #pragma once
 #include "draws.h"
 #include "../common/check.h"
+#include "../common/shapes.h"
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <algorithm>
@@ -12,15 +13,11 @@
 
 namespace ckpt {
 
-// at::empty, and huge pages for a large one. (In its own file: <ATen/ops/empty.h> takes seconds to compile.)
+// at::empty, with memory of our own for a large one.
 at::Tensor fresh(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 inline at::Tensor fresh_like(const at::Tensor& x) {
   return fresh(x.sizes(), at::TensorOptions().dtype(x.scalar_type()).device(x.device()));
-}
-
-inline at::TensorOptions statistics_options(const at::Tensor& x) {
-  return at::TensorOptions().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).device(x.device());
 }
 
 // A tensor as M rows of N elements: unit stride within a row, one stride between rows; a copy where that needs one.
@@ -31,25 +28,6 @@ struct Rows {
   int64_t stride;
   const T* operator[](int64_t row) const { return data + row * stride; }
 };
-
-inline bool rows_in_place(const at::Tensor& x, int64_t inner, int64_t* stride) {
-  int64_t next = 1;  // the last `inner` dimensions must be contiguous
-  int64_t d = x.dim() - 1;
-  for (; d >= std::max<int64_t>(0, x.dim() - inner); --d) {
-    if (x.size(d) != 1 && x.stride(d) != next) return false;
-    next *= x.size(d);
-  }
-  *stride = next;
-  bool first = true;  // the leading ones must step evenly
-  for (; d >= 0; --d) {
-    if (x.size(d) == 1) continue;
-    if (first) *stride = next = x.stride(d);
-    else if (x.stride(d) != next) return false;
-    first = false;
-    next *= x.size(d);
-  }
-  return true;
-}
 
 template <typename T>
 Rows<T> rows_of(const at::Tensor& x, int64_t inner = 1) {
@@ -93,9 +71,6 @@ inline void masked_steps(const RowMask& mask, int64_t m, int64_t c0, int64_t c1,
     else for_each_step(0, n, [&](int64_t c, auto k) { step(s + c, k, all); });
   }
 }
-
-inline int64_t columns_of(const at::Tensor& x) { return x.dim() ? x.size(-1) : 1; }
-inline int64_t rows_in(const at::Tensor& x) { return x.numel() ? x.numel() / columns_of(x) : 0; }
 
 // body(m, c0, c1) for every row m and every piece [c0, c1) of its columns.
 template <typename F>
