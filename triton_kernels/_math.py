@@ -17,13 +17,16 @@ WEYL_B = tl.constexpr(0xBB67AE85)
 
 @triton.jit
 def philox4x32_7(c0, c1, c2, c3, key0, key1):
-    """Philox4x32-7 on uint32 (Salmon et al., SC 2011). Twin: csrc/math/philox.h. Given int64, tl.philox is another generator."""
+    """Philox4x32-7 (Salmon et al., SC 2011) on uint32: tl.philox changes its algorithm with the counter's type.
+
+    Twin: csrc/math/philox.h.
+    """
     for _ in tl.static_range(7):
-        high0 = tl.umulhi(c0, tl.full(c0.shape, PHILOX_A, tl.uint32))
-        high1 = tl.umulhi(c2, tl.full(c2.shape, PHILOX_B, tl.uint32))
-        low0 = c0 * tl.full(c0.shape, PHILOX_A, tl.uint32)
-        low1 = c2 * tl.full(c2.shape, PHILOX_B, tl.uint32)
-        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
+        product0 = c0.to(tl.uint64) * tl.full(c0.shape, PHILOX_A, tl.uint64)
+        product1 = c2.to(tl.uint64) * tl.full(c2.shape, PHILOX_B, tl.uint64)
+        c0 = (product1 >> 32).to(tl.uint32) ^ c1 ^ key0
+        c2 = (product0 >> 32).to(tl.uint32) ^ c3 ^ key1
+        c1, c3 = product1.to(tl.uint32), product0.to(tl.uint32)
         key0 += tl.full((), WEYL_A, tl.uint32)
         key1 += tl.full((), WEYL_B, tl.uint32)
     return c0, c1, c2, c3
@@ -48,11 +51,11 @@ def _draws(key0, key1, row, plane, stream, col, M: tl.constexpr, N: tl.constexpr
 
 
 @triton.jit
-def _bits(word, threshold, call, w: tl.constexpr):
-    """Whether the two draws of a word are kept, as bits 8w + 2c and the next: their columns' places in the group."""
-    low = ((word & 0xFFFF) >= threshold).to(tl.uint32)
-    high = ((word >> 16) >= threshold).to(tl.uint32)
-    return (low | (high << 1)) << (8 * w + 2 * call)
+def _bits(word, threshold, w: tl.constexpr):
+    """Whether a word's two draws are kept, as bits 8w and 8w + 1."""
+    low = tl.where((word & 0xFFFF) >= threshold, tl.full(word.shape, 1 << (8 * w), tl.uint32), 0)
+    high = tl.where((word >> 16) >= threshold, tl.full(word.shape, 2 << (8 * w), tl.uint32), 0)
+    return low | high
 
 
 @triton.jit
@@ -62,12 +65,13 @@ def keep_rows(key0, key1, threshold, stream, plane, row, col, M: tl.constexpr, N
     row, plane: [M] (plane: or a scalar); col: scalar, a multiple of 32, of the tile's first column. All absolute. N >= 32.
     """
     r0, r1, r2, r3 = _draws(key0, key1, row, plane, stream, col, M, N)
-    call = tl.arange(0, 4).to(tl.uint32)[None, None, :]
     t = threshold.to(tl.uint32)
-    # A group's 32 bits in one word: its four calls may sit in four threads, which then exchange one word, not sixteen.
-    words = tl.sum(_bits(r0, t, call, 0) | _bits(r1, t, call, 1) | _bits(r2, t, call, 2) | _bits(r3, t, call, 3), axis=2)
-    keep = (tl.reshape(words, [M, N // 32, 1]) >> tl.arange(0, 32).to(tl.uint32)[None, None, :]) & 1
-    return tl.reshape(keep, [M, N]) != 0
+    bits = _bits(r0, t, 0) | _bits(r1, t, 1) | _bits(r2, t, 2) | _bits(r3, t, 3)  # those of columns 8w + 2 * call
+    # A group's four calls sit in four threads, which exchange one word a group. reshape, as [:, :, None] would let the
+    # compiler move the layout of the elements through the sum: every thread would then make all four calls.
+    words = tl.sum(bits << (2 * tl.arange(0, 4).to(tl.uint32))[None, None, :], axis=2)
+    mine = tl.full([32], 1, tl.uint32) << tl.arange(0, 32).to(tl.uint32)
+    return tl.reshape(tl.reshape(words, [M, N // 32, 1]) & mine[None, None, :], [M, N]) != 0
 
 
 @triton.jit
