@@ -11,10 +11,10 @@ import triton.language as tl
 
 from ._launch import launch
 from ._rows import (
-    COLUMNS_TILE,
     LONGEST_BWD,
     LONGEST_FWD,
-    bwd_tile,
+    LOOPED,
+    Walk,
     column_sums,
     compute_dtype,
     compute_type,
@@ -24,22 +24,20 @@ from ._rows import (
     fwd_tile,
     grad_input,
     grad_means,
+    no_sums,
     normalized,
     parameter,
     partials,
     row_statistic,
     row_view,
     rows_and_columns,
-    stages,
     statistics,
     store_statistics,
-    walking_programs,
+    store_sum,
     weight,
     welford_step,
     welford_total,
 )
-
-LOOPED = dict(BLOCK_N=4096, num_warps=8)  # one row a program
 
 
 @triton.jit
@@ -65,13 +63,12 @@ def _norm_fwd_looped_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     lane = tl.arange(0, BLOCK_N)[None, :]
-    lane_mean, m2, count = tl.zeros([1, BLOCK_N], ACC), tl.zeros([1, BLOCK_N], ACC), tl.zeros([1, 1], ACC)
+    lane_mean, m2, count = tl.zeros([1, BLOCK_N], ACC), tl.zeros([1, BLOCK_N], ACC), tl.zeros([1, BLOCK_N], ACC)
     for block in tl.range(0, N, BLOCK_N, num_stages=2):
         col = block + lane
         x = tl.load(x_ptr + row[:, None] * stride_xm + col, mask=col < N, other=0.0).to(ACC)
-        count += 1
-        lane_mean, m2 = welford_step(x, col < N, lane_mean, m2, count, RMS)
-    mean, rstd = welford_total(lane_mean, m2, lane, N, EPS, RMS)
+        lane_mean, m2, count = welford_step(x, col < N, lane_mean, m2, count, RMS)
+    mean, rstd = welford_total(lane_mean, m2, count, N, EPS, RMS)
     store_statistics(mean_ptr, rstd_ptr, row, row >= 0, mean, rstd)
     for block in tl.range(0, N, BLOCK_N, num_stages=2):
         col = block + lane
@@ -91,36 +88,6 @@ def _saved_xhat(saved, mean_ptr, rstd, row, M, w_inverse, b, RMS: tl.constexpr, 
     else:
         xhat = (saved - row_statistic(mean_ptr, row, M)) * rstd
     return xhat
-
-
-@triton.jit
-def _norm_bwd_kernel(
-    dy_ptr, saved_ptr, mean_ptr, rstd_ptr, w_ptr, b_ptr, dx_ptr, dw_ptr, db_ptr, stride_dym, stride_sm, M, N,
-    OFFSET: tl.constexpr, RMS: tl.constexpr, FROM_OUTPUT: tl.constexpr, ACC: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    col = tl.arange(0, BLOCK_N)[None, :]
-    w, b = weight(w_ptr, col, col < N, OFFSET, ACC), parameter(b_ptr, col, col < N, 0.0, ACC)
-    w_inverse = 1 / w
-    dw, db = tl.zeros([ROWS, BLOCK_N], ACC), tl.zeros([ROWS, BLOCK_N], ACC)
-    program = tl.program_id(0).to(tl.int64)
-    for first in tl.range(program * ROWS, M, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row = (first + tl.arange(0, ROWS)).to(tl.int64)
-        inside = (row < M)[:, None] & (col < N)
-        dy = tl.load(dy_ptr + row[:, None] * stride_dym + col, mask=inside, other=0.0).to(ACC)
-        saved = tl.load(saved_ptr + row[:, None] * stride_sm + col, mask=inside, other=0.0).to(ACC)
-        rstd = row_statistic(rstd_ptr, row, M)
-        xhat = _saved_xhat(saved, mean_ptr, rstd, row, M, w_inverse, b, RMS, FROM_OUTPUT)
-        c1, c2 = grad_means(dy * w, xhat, N, RMS)
-        tl.store(dx_ptr + row[:, None] * N + col, grad_input(dy * w, xhat, rstd, c1, c2, RMS), mask=inside)
-        if dw_ptr is not None:
-            dw += dy * xhat
-        if db_ptr is not None:
-            db += dy
-    if dw_ptr is not None:
-        tl.store(dw_ptr + program * N + col, tl.sum(dw, 0)[None, :], mask=col < N)
-    if db_ptr is not None:
-        tl.store(db_ptr + program * N + col, tl.sum(db, 0)[None, :], mask=col < N)
 
 
 @triton.jit
@@ -144,36 +111,33 @@ def _norm_bwd_means_kernel(
 
 
 @triton.jit
-def _norm_bwd_columns_kernel(
+def _norm_bwd_kernel(
     dy_ptr, saved_ptr, mean_ptr, rstd_ptr, w_ptr, b_ptr, c1_ptr, c2_ptr, dx_ptr, dw_ptr, db_ptr, stride_dym, stride_sm, M, N,
     OFFSET: tl.constexpr, RMS: tl.constexpr, FROM_OUTPUT: tl.constexpr, ACC: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     w, b = weight(w_ptr, col, col < N, OFFSET, ACC), parameter(b_ptr, col, col < N, 0.0, ACC)
-    w_inverse = 1 / w
+    w_inverse = 1 / w if FROM_OUTPUT else w
     dw, db = tl.zeros([ROWS, BLOCK_N], ACC), tl.zeros([ROWS, BLOCK_N], ACC)
     program = tl.program_id(0).to(tl.int64)
     for first in tl.range(program * ROWS, M, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < M)[:, None] & (col < N)
         dy = tl.load(dy_ptr + row[:, None] * stride_dym + col, mask=inside, other=0.0).to(ACC)
-        if dw_ptr is not None or dx_ptr is not None:
+        if db_ptr is not None:
+            db += dy
+        if dx_ptr is not None or dw_ptr is not None:
             saved = tl.load(saved_ptr + row[:, None] * stride_sm + col, mask=inside, other=0.0).to(ACC)
             rstd = row_statistic(rstd_ptr, row, M)
             xhat = _saved_xhat(saved, mean_ptr, rstd, row, M, w_inverse, b, RMS, FROM_OUTPUT)
             if dw_ptr is not None:
                 dw += dy * xhat
             if dx_ptr is not None:
-                c2 = row_statistic(c2_ptr, row, M)
-                c1 = c2 if RMS else row_statistic(c1_ptr, row, M)
+                c1, c2 = grad_means(dy * w, xhat, c1_ptr, c2_ptr, row, M, N, RMS)
                 tl.store(dx_ptr + row[:, None] * N + col, grad_input(dy * w, xhat, rstd, c1, c2, RMS), mask=inside)
-        if db_ptr is not None:
-            db += dy
-    if dw_ptr is not None:
-        tl.store(dw_ptr + program * N + col, tl.sum(dw, 0)[None, :], mask=col < N)
-    if db_ptr is not None:
-        tl.store(db_ptr + program * N + col, tl.sum(db, 0)[None, :], mask=col < N)
+    store_sum(dw_ptr, dw, program, col, N)
+    store_sum(db_ptr, db, program, col, N)
 
 
 def norm_fwd(x, weight, bias, normalized_shape, eps, offset, rms):
@@ -200,26 +164,24 @@ def norm_bwd(dy, saved, mean, rstd, weight, bias, normalized_shape, offset, rms,
     """(dx, dw, db), with nothing computed that is not asked for."""
     M, N = rows_and_columns(dy, normalized_shape)
     dx = empty_like(dy) if need_dx else dy.new_empty(0)
-    if not (need_dx or need_dw or need_db) or N == 0 or M == 0:
-        zeros = (dy.new_zeros(normalized_shape if need else (0,), dtype=compute_dtype(dy)) for need in (need_dw, need_db))
-        return dx, *zeros
+    if not (need_dx or need_dw or need_db) or dy.numel() == 0:
+        return dx, *no_sums(dy, normalized_shape, need_dw, need_db)
     (dys, stride_dym), (saveds, stride_sm) = (row_view(t, len(normalized_shape), N) for t in (dy, saved))
     tensors = (dys, saveds, *dense(mean, rstd, weight, bias if from_output else None))
     strides = (stride_dym, stride_sm, M, N)
     constants = dict(OFFSET=offset, RMS=rms, FROM_OUTPUT=from_output, ACC=compute_type(dy))
     whole_rows = need_dx and fits(dy, N, LONGEST_BWD)
-    tile = bwd_tile(N) if whole_rows else COLUMNS_TILE
-    blocks = triton.cdiv(N, tile["BLOCK_N"])
-    programs = walking_programs(dy, M, tile, blocks)
-    sums = partials(dy, programs, N, need_dw, need_db)
+    means = norm_bwd_means(*tensors, *strides, **constants) if need_dx and not whole_rows else (None, None)
+    walk = Walk(dy, M, N, whole_rows, tensors=2)
+    sums = partials(dy, walk.programs, N, need_dw, need_db)
     outputs = (dx if need_dx else None, *sums)
-    constants_of_walk = dict(**constants, **tile, STAGES=stages(dy, tile, 2))
-    if whole_rows:
-        launch(_norm_bwd_kernel, (programs,), dy, *tensors, *outputs, *strides, **constants_of_walk)
-    else:
-        means = (None, None)
-        if need_dx:
-            means = (None if rms else torch.empty_like(rstd), torch.empty_like(rstd))
-            launch(_norm_bwd_means_kernel, (M,), dy, *tensors, *means, *strides, **constants, **LOOPED)
-        launch(_norm_bwd_columns_kernel, (programs, blocks), dy, *tensors, *means, *outputs, *strides, **constants_of_walk)
+    launch(_norm_bwd_kernel, walk.grid, dy, *tensors, *means, *outputs, *strides, **constants, **walk.tile)
     return dx, *column_sums(dy, normalized_shape, *sums)
+
+
+def norm_bwd_means(dy, saved, mean, rstd, weight, bias, stride_dym, stride_sm, M, N, **constants):
+    """mean(g) and mean(g * xhat) of rows that no tile holds; the first is None for RMS."""
+    c1, c2 = None if constants["RMS"] else torch.empty_like(rstd), torch.empty_like(rstd)
+    tensors = (dy, saved, mean, rstd, weight, bias, c1, c2)
+    launch(_norm_bwd_means_kernel, (M,), dy, *tensors, stride_dym, stride_sm, M, N, **constants, **LOOPED)
+    return c1, c2

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._launch import launch
+from ._launch import INTERPRETED, TILE, launch
 
 # --- statistics and gradients of whole rows ---------------------------------------------------------------------------
 
@@ -61,26 +61,25 @@ def statistics(x, inside, N, EPS: tl.constexpr, RMS: tl.constexpr):
 
 @triton.jit
 def welford_step(x, inside, mean, m2, count, RMS: tl.constexpr):
-    """The count-th value of each lane, into its mean and sum of squares about it.  Welford, Technometrics 4(3), 1962."""
+    """One more value for each lane inside: into its mean and sum of squares about it.  Welford, Technometrics 4(3), 1962."""
     if RMS:
         m2 += x * x
     else:
+        count += inside.to(count.dtype)
         d = tl.where(inside, x - mean, 0.0)
-        mean += d * (1 / count)
+        mean += d / tl.maximum(count, 1.0)
         m2 += d * (x - mean)
-    return mean, m2
+    return mean, m2, count
 
 
 @triton.jit
-def welford_total(mean, m2, lane, N, EPS: tl.constexpr, RMS: tl.constexpr):
-    """(mean, rstd) of a row from its lanes: lane l of [1, BLOCK_N] saw columns l, l + BLOCK_N, ...  Chan et al., 1979."""
+def welford_total(mean, m2, count, N, EPS: tl.constexpr, RMS: tl.constexpr):
+    """(mean, rstd), [1] each, of a row whose values [1, BLOCK_N] lanes share.  Chan, Golub, LeVeque, 1979."""
     if RMS:
         total = tl.zeros([1], m2.dtype)
     else:
-        count = (N - lane + lane.shape[1] - 1) // lane.shape[1]
         guess = tl.sum(mean * count, 1) / N
-        shift = tl.sum((mean - guess[:, None]) * count, 1) / N
-        total = guess + shift
+        total = guess + tl.sum((mean - guess[:, None]) * count, 1) / N
         m2 += (mean - total[:, None]) * (mean - total[:, None]) * count
     return total, 1 / tl.sqrt(tl.sum(m2, 1) / N + EPS)
 
@@ -91,10 +90,15 @@ def normalized(x, mean, rstd, RMS: tl.constexpr):
 
 
 @triton.jit
-def grad_means(g, xhat, N, RMS: tl.constexpr):
-    """mean(g) and mean(g * xhat) of a tile's rows, [ROWS, 1]."""
-    c2 = tl.sum(g * xhat, 1)[:, None] / N
-    return tl.zeros_like(c2) if RMS else tl.sum(g, 1)[:, None] / N, c2
+def grad_means(g, xhat, c1_ptr, c2_ptr, row, M, N, RMS: tl.constexpr):
+    """mean(g) and mean(g * xhat) of whole rows, [ROWS, 1]; as computed before where the tile has only some columns."""
+    if c2_ptr is None:
+        c2 = tl.sum(g * xhat, 1)[:, None] / N
+        c1 = c2 if RMS else tl.sum(g, 1)[:, None] / N
+    else:
+        c2 = row_statistic(c2_ptr, row, M)
+        c1 = c2 if RMS else row_statistic(c1_ptr, row, M)
+    return c1, c2
 
 
 @triton.jit
@@ -102,7 +106,7 @@ def grad_input(g, xhat, rstd, c1, c2, RMS: tl.constexpr):
     return (g - xhat * c2) * rstd if RMS else (g - c1 - xhat * c2) * rstd
 
 
-# --- parameter gradients, second stage ---------------------------------------------------------------------------------
+# --- parameter gradients in two stages, without atomics ------------------------------------------------------------------
 
 
 @triton.jit
@@ -127,27 +131,40 @@ def _column_sums_kernel(
         _sum_of_programs(c_ptr, c_sum_ptr, P, N, col, BLOCK_P)
 
 
+@triton.jit
+def store_sum(ptr, total, program, col, N):
+    """First stage: what one program summed, [ROWS, BLOCK_N], as its row of partial sums."""
+    if ptr is not None:
+        tl.store(ptr + program * N + col, tl.sum(total, 0)[None, :], mask=(col >= 0) & (col < N))
+
+
 def partials(like, programs, N, *wanted):
     """For each gradient that is wanted the sums of each program, [programs, N], to be written; else None."""
     dtype = compute_dtype(like)
     return [torch.empty(programs, N, dtype=dtype, device=like.device) if want else None for want in wanted]
 
 
+def no_sums(like, shape, *wanted):
+    """What column_sums gives where there are no rows."""
+    return [like.new_zeros(shape if want else (0,), dtype=compute_dtype(like)) for want in wanted]
+
+
 def column_sums(like, shape, *parts):
-    """What the programs' sums add up to, [*shape] each; [0] where nothing was wanted. One launch, no atomics."""
-    dtype, device = compute_dtype(like), like.device
-    sums = [torch.empty((0,) if part is None else shape, dtype=dtype, device=device) for part in parts]
+    """Second stage, in one launch: what the programs' sums add up to, [*shape] each; [0] where nothing was wanted."""
     present = [part for part in parts if part is not None]
-    if present:
-        P, N = present[0].shape
-        padding = [None] * (3 - len(parts))
-        grid = (triton.cdiv(N, 32),)
-        launch(_column_sums_kernel, grid, like, *parts, *padding, *sums, *padding, P, N, BLOCK_P=64, BLOCK_N=32, num_warps=4)
+    if not present or len(present[0]) == 1:
+        return [like.new_empty(0, dtype=compute_dtype(like)) if part is None else part.view(shape) for part in parts]
+    sums = [like.new_empty((0,) if part is None else shape, dtype=compute_dtype(like)) for part in parts]
+    P, N = present[0].shape
+    padding = [None] * (3 - len(parts))
+    tile = dict(BLOCK_P=64, BLOCK_N=1024 if INTERPRETED else 32, num_warps=4)
+    launch(_column_sums_kernel, (triton.cdiv(N, tile["BLOCK_N"]),), like, *parts, *padding, *sums, *padding, P, N, **tile)
     return sums
 
 
 # --- sizes of tiles and grids -------------------------------------------------------------------------------------------
 
+LOOPED = dict(BLOCK_N=4096, num_warps=8)  # of kernels that read one row a program, block by block
 LONGEST_FWD = 16384  # columns of a tile that stays in registers; half for float64
 LONGEST_BWD = 8192  # there with two to three sums a column beside it
 
@@ -169,7 +186,7 @@ def fits(x, N, longest):
 def fwd_tile(N):
     """16 elements a thread: several short rows a program."""
     BLOCK_N = max(32, triton.next_power_of_2(N))
-    ROWS = max(1, 2048 // BLOCK_N)
+    ROWS = max(1, TILE // BLOCK_N)
     return dict(ROWS=ROWS, BLOCK_N=BLOCK_N, num_warps=min(max(4, ROWS * BLOCK_N // 512), 16))
 
 
@@ -178,28 +195,33 @@ def bwd_tile(N):
     """16 elements a thread, 8 columns where rows are long enough: a thread then sums its columns over rows alone."""
     BLOCK_N = max(32, triton.next_power_of_2(N))
     warps = min(max(4, BLOCK_N // 256), 16)
-    return dict(ROWS=max(1, warps * 512 // BLOCK_N), BLOCK_N=BLOCK_N, num_warps=warps)
+    return dict(ROWS=max(1, warps * (TILE // 4) // BLOCK_N), BLOCK_N=BLOCK_N, num_warps=warps)
 
 
-COLUMNS_TILE = dict(ROWS=2, BLOCK_N=1024, num_warps=4)  # of kernels that walk down a block of columns
+class Walk:
+    """The grid and tile of a kernel that walks the rows: of whole rows, or of blocks of columns.
+
+    16 warps a multiprocessor share the rows: as many as have 128 registers a thread. Shape and device alone decide.
+    """
+
+    def __init__(self, like, M, N, whole_rows, tensors):
+        tile = bwd_tile(N if whole_rows else min(N, 1024))
+        blocks = triton.cdiv(N, tile["BLOCK_N"])
+        at_once = multiprocessors(like.device) * 16 // (tile["num_warps"] * blocks)
+        self.programs = min(triton.cdiv(M, tile["ROWS"]), max(2, at_once))
+        self.grid = (self.programs, blocks)
+        self.tile = dict(**tile, STAGES=stages(tile, tensors * like.element_size()))
 
 
-def stages(x, tile, tensors):
-    """Tiles of each input in flight, the one at work among them: up to 64 KB a multiprocessor waits in shared memory."""
-    nbytes = tensors * tile["ROWS"] * tile["BLOCK_N"] * x.element_size() * 16 // tile["num_warps"]
-    return 3 if nbytes <= 32768 else 2
-
-
-def walking_programs(like, M, tile, column_blocks=1):
-    """Programs that share the rows: what 16 warps a multiprocessor make, by shape and device alone."""
-    full = multiprocessors(like.device) * 16 // (tile["num_warps"] * column_blocks)
-    return min(triton.cdiv(M, tile["ROWS"]), max(1, full))
+def stages(tile, nbytes):
+    """Tiles at work and on their way: some 64 KB a multiprocessor wait in shared memory.  nbytes: of all inputs' elements."""
+    return 3 if nbytes * tile["ROWS"] * tile["BLOCK_N"] * 16 // tile["num_warps"] <= 32768 else 2
 
 
 @functools.cache
 def multiprocessors(device):
-    """132 (of an H100 or H200) where there are none to count."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    """None on a CPU: there a few programs walk all rows."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 # --- tensors as rows --------------------------------------------------------------------------------------------------
