@@ -120,25 +120,6 @@ inline vec_of<A> backward_step(const BackwardRow<A>& row, std::array<A, 2> means
   return (g - means[0] - row.xhat(c, n) * means[1]) * row.rstd;
 }
 
-inline int64_t norm_columns(const char* op, const at::Tensor& x, at::IntArrayRef normalized_shape) {
-  const size_t k = normalized_shape.size();
-  TORCH_CHECK_VALUE(k > 0 && k <= size_t(x.dim()) && x.sizes().slice(x.dim() - k) == normalized_shape, op, ": normalized_shape ",
-                    normalized_shape, " must end the input's shape ", x.sizes());
-  int64_t N = 1;
-  for (int64_t n : normalized_shape) N *= n;
-  return N;
-}
-
-inline at::IntArrayRef leading(const at::Tensor& x, at::IntArrayRef normalized_shape) {
-  return x.sizes().slice(0, x.dim() - normalized_shape.size());
-}
-
-inline int64_t norm_rows(const at::Tensor& x, at::IntArrayRef normalized_shape) {
-  int64_t M = 1;
-  for (int64_t n : leading(x, normalized_shape)) M *= n;
-  return M;
-}
-
 // Rows [m0, m1) at a time, over all threads.
 template <typename F>
 inline void for_each_norm_row(int64_t M, int64_t N, const F& body) {

@@ -27,4 +27,13 @@ inline double mask_scale(uint32_t threshold) { return 65536.0 / (65536.0 - thres
 
 CKPT_HD uint32_t mask_call(uint64_t col) { return uint32_t(4 * (col / 32) + (col % 8) / 2); }
 
+// One element by itself: a call for one of its eight draws.
+CKPT_HD bool mask_keeps(const Mask& m, uint32_t plane, uint32_t row, uint64_t col) {
+  uint32_t w[4] = {mask_call(col), row, plane, m.stream};
+  philox4x32_7(w, m.key0, m.key1);
+  const uint32_t block = uint32_t(col % 32) / 8;
+  const uint32_t word = block == 0 ? w[0] : block == 1 ? w[1] : block == 2 ? w[2] : w[3];
+  return (col % 2 ? word >> 16 : word & 0xFFFFu) >= m.threshold;
+}
+
 }  // namespace ckpt

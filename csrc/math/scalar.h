@@ -1,0 +1,34 @@
+// What activation.h asks of a number, for one float or double: CUDA threads. Twins for eight lanes: csrc/cpu/vec.h.
+#pragma once
+#include "philox.h"
+#include <cmath>
+
+namespace ckpt {
+
+CKPT_HD float exp_of(float x) { return expf(x); }
+CKPT_HD double exp_of(double x) { return exp(x); }
+
+// max(x, 0) that lets NaN through.
+CKPT_HD float positive(float x) { return x <= 0.f ? 0.f : x; }
+CKPT_HD double positive(double x) { return x <= 0.0 ? 0.0 : x; }
+CKPT_HD float step(float x) { return x > 0.f ? 1.f : 0.f; }
+CKPT_HD double step(double x) { return x > 0.0 ? 1.0 : 0.0; }
+
+CKPT_HD float normal_pdf(float x) { return exp_of(x * x * -0.5f) * 0.3989422804f; }
+CKPT_HD double normal_pdf(double x) { return exp_of(x * x * -0.5) * 0.3989422804014327; }
+
+// Phi(x) = 1/2 + x P(x^2) / Q(x^2) for |x| < 5.65, 0 or 1 outside: the fit of vec.h.
+CKPT_HD float normal_cdf(float x) {
+  const float u = x * x, u2 = u * u, u4 = u2 * u2;
+  const float p = (u * 0.0349411610599356f + 0.39894220586721124f) + u2 * (u * 0.0001793941234016932f + 0.004740829529080862f) +
+                  u4 * (u * 2.1580294743288474e-8f + 6.37419046151421e-6f);
+  const float q = (u * 0.2542499711757732f + 1.f) + u2 * (u * 0.0019445540594104453f + 0.029260690812638927f) +
+                  u4 * (u * 1.1649627623059937e-6f + 7.676796937126462e-5f);
+  return x < -5.65f ? 0.f : x > 5.65f ? 1.f : x * p / q + 0.5f;
+}
+CKPT_HD double normal_cdf(double x) { return 0.5 * erfc(-0.7071067811865476 * x); }
+
+CKPT_HD float inverse_sqrt(float x) { return 1.f / sqrtf(x); }
+CKPT_HD double inverse_sqrt(double x) { return 1.0 / sqrt(x); }
+
+}  // namespace ckpt
