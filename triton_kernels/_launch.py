@@ -1,18 +1,17 @@
 """What launchers share: tensors as planes of rows, tiles, the mask's arguments, the launch itself."""
 
 import contextlib
-import functools
 import os
 from typing import NamedTuple
 
 import torch
-import triton
 
+from ..ops._common import statistics_dtype  # noqa: F401  for launchers
 from ..reference import scale, threshold
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as triton.jit read it
-# Elements of an element-wise tile: two 128-bit loads of 16-bit elements in flight for each of 128 threads. The
-# interpreter takes as long for a tile of any size.
+# Elements of a tile: two 128-bit loads of 16-bit elements in flight for each of 128 threads. The interpreter takes as
+# long for a tile of any size.
 TILE = 2**16 if INTERPRETED else 2048
 
 
@@ -42,6 +41,11 @@ class Rows(NamedTuple):
     def count(self):
         return self.planes * self.rows
 
+    @property
+    def sizes(self):
+        """As kernels take them: M, rows, C."""
+        return self.count, self.rows, self.columns
+
 
 def rows_of(x):
     """x as Rows, in place where the dimensions before the last two step evenly, else a contiguous copy."""
@@ -58,15 +62,6 @@ def rows_of(x):
             return rows_of(x.contiguous())
         planes *= size
     return Rows(x, planes, *x.shape[-2:], (stride, *x.stride()[-2:]))
-
-
-@functools.lru_cache(1024)
-def tile_shape(count, width):
-    """Rows and columns of a tile, powers of two: rows as wide as that wastes little of the last tile, short rows together."""
-    columns = min(max(triton.next_power_of_2(width), 32), 1024)
-    while columns > 128 and -width % columns > width // 8:
-        columns //= 2
-    return min(max(TILE // columns, 1), triton.next_power_of_2(count)), columns
 
 
 class CompileCase(NamedTuple):

@@ -82,3 +82,75 @@ def keep_tile(key0, key1, threshold, stream, plane, row, col, M: tl.constexpr, N
     draws = tl.permute(tl.reshape(draws, [M, N // 32, 4, 4]), [0, 1, 3, 2])  # [M, group, w, call]
     draws = tl.join(draws & 0xFFFF, draws >> 16)  # the last: which half
     return tl.reshape(draws, [M, N]) >= threshold.to(tl.uint32)
+
+
+# Activations. Twin: csrc/math/activation.h, which has their sources.
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def normal_cdf(x):
+    """Phi(x). In float32 the rational function of csrc/cpu/vec.h, with error 1.2e-8 and nothing that cancels."""
+    if x.dtype == tl.float64:
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        u = x * x
+        p = ((((2.1580294743288474e-8 * u + 6.37419046151421e-6) * u + 0.0001793941234016932) * u + 0.004740829529080862) * u
+             + 0.0349411610599356) * u + 0.39894220586721124  # fmt: skip
+        q = ((((1.1649627623059937e-6 * u + 7.676796937126462e-5) * u + 0.0019445540594104453) * u + 0.029260690812638927) * u
+             + 0.2542499711757732) * u + 1.0  # fmt: skip
+        cdf = 0.5 + x * p / q
+        return tl.where(x < -5.65, 0.0, tl.where(x > 5.65, 1.0, cdf))
+
+
+@triton.jit
+def normal_pdf(x):
+    return 0.3989422804014327 * tl.exp(-0.5 * x * x)
+
+
+@triton.jit
+def positive(x):
+    """max(x, 0) that lets NaN through."""
+    return tl.where(x <= 0, 0.0, x)
+
+
+@triton.jit
+def twice_u(x):
+    """Of GELU's tanh form, x * sigmoid(2u)."""
+    return x * (1.5957691216057308 + 0.07135481627260025 * x * x)
+
+
+@triton.jit
+def activate(x, ACT: tl.constexpr):
+    if ACT == "gelu":
+        return x * normal_cdf(x)
+    elif ACT == "gelu_tanh":
+        return x * sigmoid(twice_u(x))
+    elif ACT == "relu":
+        return positive(x)
+    elif ACT == "silu":
+        return x * sigmoid(x)
+    else:
+        tl.static_assert(ACT == "relu2")
+        return positive(x) * positive(x)
+
+
+@triton.jit
+def activate_grad(x, ACT: tl.constexpr):
+    if ACT == "gelu":
+        return normal_cdf(x) + x * normal_pdf(x)
+    elif ACT == "gelu_tanh":
+        s = sigmoid(twice_u(x))
+        return s + s * (1.0 - s) * (x * (1.5957691216057308 + 0.21406444881780076 * x * x))
+    elif ACT == "relu":
+        return tl.where(x > 0, 1.0, 0.0).to(x.dtype)
+    elif ACT == "silu":
+        s = sigmoid(x)
+        return s * (1.0 + x * (1.0 - s))
+    else:
+        tl.static_assert(ACT == "relu2")
+        return 2.0 * positive(x)
