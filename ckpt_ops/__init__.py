@@ -17,6 +17,7 @@ from .policies.checkpoint import checkpoint
 from .policies.rungs import RUNGS, regenerate
 from .replacement import replace
 from .saved import regenerating
+from .saved.offload import offloading
 from .saved.verify import verify
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ __all__ = [
     "functional",
     "memory",
     "nn",
+    "offloading",
     "regenerate",
     "regenerating",
     "replace",

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .saved.engine import watched
+from .saved.engine import offloader_on_top, watched
 from .saved.recipe import Handle, Stored, storage_key
 
 
@@ -52,7 +52,7 @@ def kept(fn, *args, **kwargs):
 
     Each storage counts once and whole, however many tensors view it. Seen through
     torch.autograd.graph.saved_tensors_hooks: what hooks that fn installs itself do with a tensor is not seen, but for this
-    package's engine, whose handles count as what their recipes start from.
+    package's engine, whose handles count as what their recipes start from, and `offloading`: what it moves does not count.
 
     Returns: `Kept`, with `.bytes`, `.parameter_bytes`, `.rows`, `.output`.
     """
@@ -61,11 +61,17 @@ def kept(fn, *args, **kwargs):
     def pack(t):
         if isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter):
             parameters.add(storage_key(t))
-        packed.append(_Packed(t.detach()))  # detached: a kept output must not hold its own graph
+        moved = offloader.replace(t) if offloader is not None else t
+        # Detached: a kept output must not hold its own graph.
+        packed.append(moved if isinstance(moved, Handle) else _Packed(t.detach()))
         return packed[-1]
 
+    def unpack(saved):
+        return saved.tensor() if isinstance(saved, Handle) else saved.tensor
+
+    offloader = pack.offloader = offloader_on_top()
     pack.counts_only = True  # an engine may stand on top of it: what that keeps is counted by the watch
-    with watched(packed.append), torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+    with watched(packed.append), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         output = fn(*args, **kwargs)
     saved = {storage_key(t): t.detach() for value in packed for t in _held(value)}
     keepers = _keepers(output)

@@ -9,6 +9,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .. import seeds
+from ..saved.engine import offloader_on_top
+from .boundary import Region, SavedByPolicy
 from .forwards import WrappedForward
 
 
@@ -26,9 +28,24 @@ def checkpoint(function, *args, context_fn=None, **kwargs):
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    run = functools.partial(_run, function, _autocast_states())
-    contexts = seeds.replay(functools.partial(_with_restored_buffers, _module_of(function), context_fn))
-    return torch_checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    offloader = offloader_on_top()
+    contexts = seeds.replay(functools.partial(_contexts, _module_of(function), offloader, context_fn))
+    if offloader is None:
+        run = functools.partial(_run, function, _autocast_states())
+        return torch_checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    options = {name: kwargs.pop(name) for name in _OPTIONS & kwargs.keys()}
+    region = Region(function, args, kwargs)
+    run = functools.partial(_run_region, region, _autocast_states())
+    with offloader.because("input of a checkpoint region"):
+        return torch_checkpoint(run, *region.tensors, use_reentrant=False, context_fn=contexts, **options)
+
+
+_OPTIONS = {"preserve_rng_state", "determinism_check", "debug", "early_stop"}  # of torch's own checkpoint
+
+
+def _run_region(region, autocast, *tensors):
+    function, args, kwargs = region.parts(tensors)
+    return _run(function, autocast, *args, **kwargs)
 
 
 def _autocast_states():
@@ -70,8 +87,11 @@ def _module_of(function):
     return owner if isinstance(owner, nn.Module) else None
 
 
-def _with_restored_buffers(module, context_fn):
+def _contexts(module, offloader, context_fn):
+    """(around the forward, around the recomputation)"""
     forward, recompute = context_fn() if context_fn is not None else (contextlib.nullcontext(), contextlib.nullcontext())
+    if offloader is not None and hasattr(forward, "storage"):
+        forward = SavedByPolicy(forward, offloader)
     if module is None:
         return forward, recompute
     changed = []

@@ -13,7 +13,8 @@ from .verify import current_verifier
 
 class _Threads(threading.local):
     engine = None
-    watch = None  # memory.kept's: called with everything that an engine hands to autograd
+    offloader = None  # of the innermost offloading()
+    watch = None  # memory.kept's: called with everything that an engine or offloader hands to autograd
 
 
 _threads = _Threads()
@@ -70,7 +71,7 @@ class Engine:
                 raise Refused(f"an output is a {type(out).__name__}, not a plain tensor")
             if storage_key(out) in held:
                 raise Refused("it returns its input's own memory (in place, or a view)")
-        packed = [self.replace(t.detach()) if isinstance(t, torch.Tensor) else t for t in inputs]
+        packed = [self._input(t) if isinstance(t, torch.Tensor) else t for t in inputs]
         recipe = Recipe(name, fn, packed, guards, outputs)
         if self.verifier is not None:
             recipe.source = self.verifier.source(name, module)
@@ -80,6 +81,15 @@ class Engine:
                 self._results[out.grad_fn, out.output_nr] = (recipe, index, out.size(), out.stride(), out.storage_offset())
         if len(self._entries) > self._sweep_at:
             self._sweep()
+
+    def _input(self, t):
+        """What a recipe holds of its input."""
+        packed = self.replace(t.detach())
+        if _threads.offloader is None or type(packed) is Handle:
+            return packed
+        with _threads.offloader.because("made again from"):
+            packed = _threads.offloader.replace(t)
+        return packed if type(packed) is Handle else t.detach()
 
     def knows(self, t):
         """Whether the tensor lies in a registered storage."""
@@ -97,10 +107,8 @@ class Engine:
         if type(packed) is Handle:
             self.replaced[packed.recipe.name] += 1
         else:
-            packed = Stored(packed)
-        if _threads.watch is not None:
-            _threads.watch(packed)
-        return packed
+            packed = Stored(packed) if _threads.offloader is None else _threads.offloader.keep(packed)
+        return handed_over(packed)
 
     def replace(self, t):
         """A handle if the tensor lies in a registered storage that has not changed since, else the tensor."""
@@ -156,14 +164,15 @@ def _cast(dtype, x):
 def wanted():
     """Whether a forward that begins now gets an engine: a graph is recorded, and what it saves is nobody's business yet.
 
-    Other hooks may be on top (a checkpoint's, save_on_cpu's; memory.kept's do not count), or forbidden (torch.func).
+    Other hooks may be on top (a checkpoint's, save_on_cpu's; memory.kept's and offloading's do not count), or forbidden
+    (torch.func).
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or current() is not None:
         return False
     if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
         return False
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is None or getattr(hooks[0], "counts_only", False)
+    return hooks is None or getattr(hooks[0], "counts_only", False) or offloader_on_top() is not None
 
 
 @contextlib.contextmanager
@@ -176,6 +185,33 @@ def entered(engine):
     finally:
         _threads.engine = before
         engine.clear()
+
+
+@contextlib.contextmanager
+def offloads(offloader):
+    """Within the context, engines of this thread give what they keep to the offloader."""
+    before, _threads.offloader = _threads.offloader, offloader
+    try:
+        yield
+    finally:
+        _threads.offloader = before
+
+
+def offloader_on_top():
+    """The offloader that gets what is saved now, or None: there is none, or other hooks (a checkpoint's) are on top."""
+    offloader = _threads.offloader
+    if offloader is None:
+        return None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    owner = getattr(hooks[0], "__self__", getattr(hooks[0], "offloader", None)) if hooks is not None else None
+    return offloader if owner is offloader or owner is not None and owner is _threads.engine else None
+
+
+def handed_over(packed):
+    """`packed`, on its way to autograd."""
+    if _threads.watch is not None:
+        _threads.watch(packed)
+    return packed
 
 
 @contextlib.contextmanager
