@@ -1,7 +1,6 @@
 """What the autograd.Functions of all ops share."""
 
 import torch
-from torch._functorch.utils import unwrap_dead_wrappers
 
 from .. import dispatch
 from ..library import kernels
@@ -64,7 +63,8 @@ def call(function, *args):
     """function.apply(*args), all arguments given. torch's own apply binds them to the signature: twice a small op's time."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(args))
+    unwrap = torch._C._functorch.unwrap_if_dead  # of a torch.func transform that has ended
+    return super(torch.autograd.Function, function).apply(*[unwrap(a) if isinstance(a, torch.Tensor) else a for a in args])
 
 
 class _FirstDerivativeOnly(torch.autograd.Function):

@@ -111,7 +111,7 @@ def scaled_dot_product_attention(
             )
         o, _ = call(Attention, *distinct(q, k, v), attn_mask, causal, scale, *random, heads_total, dispatch.NAMESPACE[name])
     if query.dim() > 3:
-        return o.unflatten(0, lead)
+        return o if len(lead) == 1 else o.unflatten(0, lead)
     return o.squeeze(1) if query.dim() == 3 else o[0, 0]
 
 
@@ -146,6 +146,8 @@ def _four_dimensional(query, key, value):
         )
     if not query.dtype == key.dtype == value.dtype:
         raise TypeError(f"{name}: query, key and value must share a dtype, got {query.dtype}, {key.dtype}, {value.dtype}")
+    if query.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]:
+        return (query.shape[0],), query, key, value
     if query.dim() == 2:
         return (1,), *(t[None, None] for t in (query, key, value))
     if query.dim() == 3:
