@@ -22,6 +22,10 @@ _DEVICES = {"cpu": ("cpu", "meta"), "cuda": ("cuda",), "triton": triton_backend.
 # What "no backend named" tries, by device type. Nothing listed: the reference alone.
 _PREFERENCE = {"cpu": ("cpu",), "cuda": ("cuda", "triton"), "meta": ("cpu",)}
 
+# Ops without a kernel in a backend, and why.
+_LACKS = {"cuda": {"attention": "attention on a GPU is Triton's: backend='triton'"}}
+
+_not_ready = {}  # why backends that were added are not, or None
 _named = os.environ.get("CKPT_OPS_BACKEND") or None
 _warned = set()
 
@@ -34,12 +38,27 @@ def not_ready(backend):
         return "this version has no CUDA C++ kernels"
     if backend == "triton":
         return triton_backend.why_not()
-    return None
+    return _not_ready.get(backend)
+
+
+def add_backend(name, namespace, devices, *, reason=None, lacks=None):
+    """A further backend in this process, of kernels in `namespace` for these device types; only calls that name it get it.
+
+    reason: why it is not ready, or None.  lacks: the ops it has no kernel for, each with the reason.
+    """
+    global BACKENDS
+    BACKENDS = (*BACKENDS, name)
+    NAMESPACE[name], _DEVICES[name], _not_ready[name], _LACKS[name] = namespace, devices, reason, lacks or {}
 
 
 def backends():
     """Each backend's name mapped to "ready" or to the reason it is not."""
     return {name: not_ready(name) or "ready" for name in BACKENDS}
+
+
+def lacking(backend):
+    """The ops that `backend` has no kernel for, each with the reason."""
+    return _LACKS.get(backend, {})
 
 
 def why_not(backend, op, x):
@@ -48,6 +67,8 @@ def why_not(backend, op, x):
         return []
     reasons = []
     if reason := not_ready(backend):
+        reasons.append(reason)
+    if reason := lacking(backend).get(op):
         reasons.append(reason)
     devices = _DEVICES[backend]
     if x.device.type not in devices:

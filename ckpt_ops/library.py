@@ -9,17 +9,28 @@ import torch
 from .schemas import SCHEMAS
 
 NAMESPACES = ("ckpt_ops", "ckpt_ops_triton")
-_libraries = {name: torch.library.Library(name, "DEF") for name in NAMESPACES}
+_libraries = {}
+_fakes = {}
 
-for _library in _libraries.values():
-    for _schema in SCHEMAS:
-        _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+def add_namespace(name):
+    """Defines every op in a further namespace."""
+    library = _libraries[name] = torch.library.Library(name, "DEF")
+    for schema in SCHEMAS:
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for op, fn in _fakes.items():
+        torch.library.register_fake(f"{name}::{op}", fn, lib=library)
+
+
+for _name in NAMESPACES:
+    add_namespace(_name)
 
 
 def fake(op):
     """Registers the decorated function as the shape-and-dtype kernel of `op` in every namespace."""
 
     def register(fn):
+        _fakes[op] = fn
         for name, library in _libraries.items():
             torch.library.register_fake(f"{name}::{op}", fn, lib=library)
         return fn

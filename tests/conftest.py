@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 
-from helpers_backends import DEVICES, READY, Backend  # isort: skip  (before ckpt_ops: it sets what Triton reads)
+from helpers_backends import DEVICES, READY, Backend, unserved  # isort: skip  (before ckpt_ops: it sets what Triton reads)
 
 import ckpt_ops
 
@@ -28,6 +28,12 @@ def pytest_report_header():
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: needs many GiB or tens of seconds; runs by default where they are there")
+
+
+def pytest_collection_modifyitems(config, items):
+    left = [item for item in items if unserved(item)]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in set(left)]
 
 
 @pytest.fixture(params=READY)

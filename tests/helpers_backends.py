@@ -16,9 +16,11 @@ if not GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import ckpt_ops  # noqa: E402
+import helpers_cuda_host  # noqa: E402
 
-DEVICES = {"reference": "cpu", "cpu": "cpu", "triton": "cuda" if GPU else "cpu"}  # where each backend's inputs live
-SLOW = () if GPU else ("triton",)  # backends that get the small shapes only
+# Where each backend's inputs live. cuda-host: the CUDA kernels, compiled for the CPU.
+DEVICES = {"reference": "cpu", "cpu": "cpu", "triton": "cuda" if GPU else "cpu", "cuda-host": "cpu"}
+SLOW = ("cuda-host",) if GPU else ("triton", "cuda-host")  # backends that get the small shapes only
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,21 @@ def ready():
     """The backends this run tests."""
     wanted = os.environ.get("CKPT_OPS_TEST_BACKENDS")
     names = wanted.split(",") if wanted else list(DEVICES)
+    if "cuda-host" in names:
+        helpers_cuda_host.add_backend()
+        if helpers_cuda_host.why_not() and not wanted:  # said in the report's header
+            names.remove("cuda-host")
     states = ckpt_ops.backends()
     if os.environ.get("CI") and (missing := [f"{name}: {states[name]}" for name in names if states[name] != "ready"]):
         raise RuntimeError("in CI every backend under test must be ready; " + "; ".join(missing))
     return [name for name in names if states[name] == "ready"]
+
+
+def unserved(item):
+    """Whether a test is about an op that its backend has no kernel for, by the names of its file, itself and its parameters."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    name = next((parameters[key] for key in ("backend", "fused", "name") if parameters.get(key) in READY), None)
+    return any(op in item.nodeid for op in ckpt_ops.dispatch.lacking(name))
 
 
 READY = ready()
