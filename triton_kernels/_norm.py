@@ -120,9 +120,10 @@ def _norm_bwd_kernel(
     w, b = weight(w_ptr, col, col < N, OFFSET, ACC), parameter(b_ptr, col, col < N, 0.0, ACC)
     w_inverse = 1 / w if FROM_OUTPUT else w
     dw, db = tl.zeros([ROWS, BLOCK_N], ACC), tl.zeros([ROWS, BLOCK_N], ACC)
-    program = tl.program_id(0).to(tl.int64)
-    for first in tl.range(program * ROWS, M, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    for step in tl.range(0, tl.cdiv(tl.cdiv(M, ROWS) - program, programs), num_stages=STAGES):
+        m0 = (program + step * programs) * ROWS
+        row = m0 + tl.arange(0, ROWS)
         inside = (row < M)[:, None] & (col < N)
         dy = tl.load(dy_ptr + row[:, None] * stride_dym + col, mask=inside, other=0.0).to(ACC)
         if db_ptr is not None:
