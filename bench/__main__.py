@@ -13,18 +13,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ckpt_ops.machine import cores
 
-from . import cases, ladder, machine, must_show, plots, providers, report, runner, traffic
+from . import cases, ladder, machine, must_show, plots, providers, report, runner, traffic, triton_resources
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler behind the peak column announces every start
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LADDER = "`python -m bench ladder` measures whole blocks at every rung of ckpt_ops.regenerate; it has a --help of its own."
+OTHERS = (
+    "`python -m bench ladder` measures whole blocks at every rung of ckpt_ops.regenerate; `python -m bench triton` compiles "
+    "the Triton kernels and tells their registers, spills and shared memory. Each has a --help of its own."
+)
 
 
 def parser():
     p = argparse.ArgumentParser(
         "python -m bench",
         description="Measures every op beside torch and other packages.",
-        epilog=LADDER,
+        epilog=OTHERS,
         parents=[machine.allocator_options()],
     )
     p.add_argument("--must-show", action="store_true", help="only the promised figures (float32, large shapes)")
@@ -95,6 +98,9 @@ def main(arguments=None):
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["ladder"]:
         ladder.main(arguments[1:])
+        return
+    if arguments[:1] == ["triton"]:
+        triton_resources.main(arguments[1:])
         return
     options = parser().parse_args(arguments)
     console = Console()

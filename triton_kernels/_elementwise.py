@@ -9,7 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ._launch import TILE
+from ._launch import TILE, CompileCase
 from ._math import keep_rows, seed_key
 
 # Programs of a kernel that sums columns, each with a row of partial sums: fills a GPU, and costs little to add up.
@@ -47,7 +47,7 @@ def offsets(plane, row, n, stride_p, stride_m, stride_n):
 
 
 @triton.jit
-def bias_tile(bias_ptr, n, inside_n, like):
+def bias_row(bias_ptr, n, inside_n, like):
     """[1, BLOCK_N] in like's type."""
     return tl.load(bias_ptr + n, mask=inside_n, other=0.0).to(like.dtype)[None, :]
 
@@ -74,7 +74,10 @@ def planes_and_rows(m0, rows, BLOCK_M: tl.constexpr):
 @triton.jit
 def wide(x):
     """x in the type that kernels compute in: float32, float64 for float64."""
-    return x if x.dtype == tl.float64 else x.to(tl.float32)
+    if x.dtype == tl.float64:
+        return x
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit
@@ -121,3 +124,22 @@ def tile_shape(count, width):
     while columns > 128 and -width % columns > width // 8:
         columns //= 2
     return min(max(TILE // columns, 1), triton.next_power_of_2(max(count, 1))), columns
+
+
+def compile_cases(kernel, rest, pointers, inputs=("x",), dtypes=("bf16", "fp32"), wide=True, **constants):
+    """Cases for contiguous [M, 4096] of each dtype, with a mask. pointers: those of the dtype; rest: other arguments."""
+    mask = dict(
+        seed_ptr="*i64", threshold="i32", scale="fp32", stream="i32", plane0="i32", row0="i32", col0="i32", shift="i32:16"
+    )
+    strides = {f"stride_{t}{d}": step for t in inputs for d, step in zip("pmn", ("i32:16", "i32:16", 1))}
+    BLOCK_M, BLOCK_N = tile_shape(8192, 4096)
+    sizes = dict(M="i32", rows="i32", C="i32:16", BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
+    return tuple(
+        CompileCase(
+            " ".join((dtype, *constants.values())),
+            kernel,
+            {**dict.fromkeys(pointers, f"*{dtype}"), **mask, **sizes, **strides, **rest, **constants},
+            wide=wide,
+        )
+        for dtype in dtypes
+    )

@@ -77,8 +77,13 @@ def keep_rows(key0, key1, threshold, stream, plane, row, col, M: tl.constexpr, N
 @triton.jit
 def keep_tile(key0, key1, threshold, stream, plane, row, col, M: tl.constexpr, N: tl.constexpr):
     """The same mask, built in the order in which a tensor core's accumulator lays a row over its threads: for attention."""
-    r0, r1, r2, r3 = _draws(key0, key1, row, plane, stream, col, M, N)
-    draws = tl.join(tl.join(r0, r2), tl.join(r1, r3))  # [M, group, call, w >> 1, w & 1]... reshaped to [M, group, call, w]
+    call = (col // 8).to(tl.uint32) + tl.arange(0, N // 8).to(tl.uint32)
+    zero = tl.zeros([M, N // 8], tl.uint32)
+    c1 = zero + row.to(tl.uint32)[:, None]
+    r0, r1, r2, r3 = philox4x32_7(zero + call[None, :], c1, zero + plane.to(tl.uint32), zero + stream.to(tl.uint32), key0, key1)
+    # One join has all four words, in pairs: after two, the compiler would not move the layout up through Philox.
+    pairs = tl.join(r0.to(tl.uint64) | (r1.to(tl.uint64) << 32), r2.to(tl.uint64) | (r3.to(tl.uint64) << 32))
+    draws = tl.join(pairs.to(tl.uint32), (pairs >> 32).to(tl.uint32))  # [M, group and call, w >> 1, w & 1]
     draws = tl.permute(tl.reshape(draws, [M, N // 32, 4, 4]), [0, 1, 3, 2])  # [M, group, w, call]
     draws = tl.join(draws & 0xFFFF, draws >> 16)  # the last: which half
     return tl.reshape(draws, [M, N]) >= threshold.to(tl.uint32)

@@ -4,7 +4,18 @@ import torch
 import triton
 import triton.language as tl
 
-from ._elementwise import NOT_SPECIALIZED, bias_tile, drop, offsets, tile_columns, tile_place, tile_rows, tiling, wide
+from ._elementwise import (
+    NOT_SPECIALIZED,
+    bias_row,
+    compile_cases,
+    drop,
+    offsets,
+    tile_columns,
+    tile_place,
+    tile_rows,
+    tiling,
+    wide,
+)
 from ._launch import launch, mask_arguments, rows_of, statistics_dtype
 from ._math import activate, activate_grad
 
@@ -20,7 +31,7 @@ def _act_dropout_fwd_kernel(
     m, plane, row, inside = tile_rows(m0, M, rows, inside_n, BLOCK_M)
     h = wide(tl.load(x_ptr + offsets(plane, row, n, stride_xp, stride_xm, stride_xn), mask=inside, other=0.0))
     if bias_ptr is not None:
-        h += bias_tile(bias_ptr, n, inside_n, h)
+        h += bias_row(bias_ptr, n, inside_n, h)
     y = activate(h, ACT)
     if seed_ptr is not None:
         y = drop(y, seed_ptr, threshold, scale, stream, plane0 + plane, row0 + row, col0 + n0, BLOCK_M, BLOCK_N)
@@ -37,13 +48,15 @@ def _act_dropout_bwd_kernel(
     m0, n0 = tile_place(M, C, shift, BLOCK_M, BLOCK_N)
     n, inside_n = tile_columns(n0, C, shift, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32)
+    if bias_ptr is not None:
+        bias = bias_row(bias_ptr, n, inside_n, total)
     step = groups * BLOCK_M
     for i in range(0, tl.cdiv(M - m0, step)):
         m, plane, row, inside = tile_rows(m0 + i * step, M, rows, inside_n, BLOCK_M)
         h = wide(tl.load(x_ptr + offsets(plane, row, n, stride_xp, stride_xm, stride_xn), mask=inside, other=0.0))
         dy = wide(tl.load(dy_ptr + offsets(plane, row, n, stride_dp, stride_dm, stride_dn), mask=inside, other=0.0))
         if bias_ptr is not None:
-            h += bias_tile(bias_ptr, n, inside_n, h)
+            h += bias
         dx = activate_grad(h, ACT) * dy
         if seed_ptr is not None:
             dx = drop(dx, seed_ptr, threshold, scale, stream, plane0 + plane, row0 + row, col0 + n0, BLOCK_M, BLOCK_N)
@@ -82,3 +95,20 @@ def act_dropout_bwd(dy, x, bias, act, seed, p, stream, origin, need_dbias):
         tile.groups, ACT=act, BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N,
     )  # fmt: skip
     return dx, sums.sum(0) if need_dbias else torch.empty(0, **statistics)
+
+
+COMPILE_CASES = tuple(
+    case
+    for act in ("gelu", "gelu_tanh", "silu")
+    for case in (
+        *compile_cases(_act_dropout_fwd_kernel, dict(bias_ptr="*fp32"), ("x_ptr", "y_ptr"), ACT=act),
+        *compile_cases(
+            _act_dropout_bwd_kernel,
+            dict(bias_ptr="*fp32", sum_ptr="*fp32", groups="i32"),
+            ("dy_ptr", "x_ptr", "dx_ptr"),
+            inputs=("x", "d"),
+            dtypes=("bf16",),
+            ACT=act,
+        ),
+    )
+)

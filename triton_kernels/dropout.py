@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._elementwise import NOT_SPECIALIZED, drop, offsets, tile_columns, tile_place, tile_rows, tiling, wide
+from ._elementwise import NOT_SPECIALIZED, compile_cases, drop, offsets, tile_columns, tile_place, tile_rows, tiling, wide
 from ._launch import launch, mask_arguments, rows_of
 from ._math import keep_rows, seed_key
 
@@ -59,3 +59,9 @@ def dropout_mask(seed, shape, p, stream, origin):
     tile = tiling(rows, mask)
     launch(_dropout_mask_kernel, tile.grid, keep, rows.x, *mask, *rows.sizes, BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N)
     return keep
+
+
+COMPILE_CASES = (
+    *compile_cases(_dropout_fwd_kernel, {}, ("x_ptr", "y_ptr")),
+    *compile_cases(_dropout_mask_kernel, {}, ("keep_ptr",), inputs=(), dtypes=("u8",), wide=False),  # it loads nothing
+)

@@ -4,7 +4,18 @@ import torch
 import triton
 import triton.language as tl
 
-from ._elementwise import NOT_SPECIALIZED, bias_tile, drop, offsets, tile_columns, tile_place, tile_rows, tiling, wide
+from ._elementwise import (
+    NOT_SPECIALIZED,
+    bias_row,
+    compile_cases,
+    drop,
+    offsets,
+    tile_columns,
+    tile_place,
+    tile_rows,
+    tiling,
+    wide,
+)
 from ._launch import launch, mask_arguments, rows_of, statistics_dtype
 
 
@@ -20,7 +31,7 @@ def _dropout_add_fwd_kernel(
     h = wide(tl.load(x_ptr + offsets(plane, row, n, stride_xp, stride_xm, stride_xn), mask=inside, other=0.0))
     residual = wide(tl.load(residual_ptr + offsets(plane, row, n, stride_rp, stride_rm, stride_rn), mask=inside, other=0.0))
     if bias_ptr is not None:
-        h += bias_tile(bias_ptr, n, inside_n, h)
+        h += bias_row(bias_ptr, n, inside_n, h)
     if seed_ptr is not None:
         h = drop(h, seed_ptr, threshold, scale, stream, plane0 + plane, row0 + row, col0 + n0, BLOCK_M, BLOCK_N)
     tl.store(y_ptr + offsets(0, m, n, 0, C, 1), (residual + h).to(y_ptr.dtype.element_ty), mask=inside)
@@ -75,3 +86,9 @@ def dropout_add_bwd(dy, seed, p, stream, origin, need_dbias):
         BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N,
     )  # fmt: skip
     return dx, sums.sum(0) if need_dbias else torch.empty(0, **statistics)
+
+
+COMPILE_CASES = (
+    *compile_cases(_dropout_add_fwd_kernel, dict(bias_ptr="*fp32"), ("x_ptr", "residual_ptr", "y_ptr"), inputs=("x", "r")),
+    *compile_cases(_dropout_add_bwd_kernel, dict(sum_ptr="*fp32", groups="i32"), ("dy_ptr", "dx_ptr"), inputs=("d",)),
+)
