@@ -63,33 +63,45 @@ class Engine:
         self.replaced, self.refused = Counter(), {}
         self._entries, self._sweep_at = {}, 256  # by storage
         self._results = {}  # (graph node, number of its result): a handle of that registered output
+        self._dtype = None  # of all registered outputs, False where they differ
 
     def register(self, name, fn, inputs, outputs, guards=(), module=None):
-        held = {storage_key(t) for t in (*inputs, *guards) if isinstance(t, torch.Tensor)}
+        try:
+            held = {t.untyped_storage()._cdata for t in (*inputs, *guards) if isinstance(t, torch.Tensor)}
+        except NotImplementedError:
+            raise Refused("an input has no storage: it is sparse, or of another layout without one") from None
         for out in outputs:
-            if type(out) is not torch.Tensor or torch._C._functorch.is_functorch_wrapped_tensor(out):
+            if (
+                type(out) is not torch.Tensor
+                or out.layout is not torch.strided
+                or torch._C._functorch.is_functorch_wrapped_tensor(out)
+            ):
                 raise Refused(f"an output is a {type(out).__name__}, not a plain tensor")
             if storage_key(out) in held:
                 raise Refused("it returns its input's own memory (in place, or a view)")
-        packed = [self._input(t) if isinstance(t, torch.Tensor) else t for t in inputs]
-        recipe = Recipe(name, fn, packed, guards, outputs)
+        recipe = Recipe(name, fn, [self._input(t) for t in inputs], guards, outputs)
         if self.verifier is not None:
             recipe.source = self.verifier.source(name, module)
         for index, out in enumerate(outputs):
             self._entries[storage_key(out)] = Entry(recipe, index, out)
-            if out.grad_fn is not None:
-                self._results[out.grad_fn, out.output_nr] = (recipe, index, out.size(), out.stride(), out.storage_offset())
-        if len(self._entries) > self._sweep_at:
+            self._dtype = out.dtype if self._dtype in (None, out.dtype) else False
+            if (node := out.grad_fn) is not None:
+                self._results[node, out.output_nr] = (recipe, index, out.size(), out.stride(), out.storage_offset())
+        if max(len(self._entries), len(self._results)) > self._sweep_at:
             self._sweep()
 
     def _input(self, t):
         """What a recipe holds of its input."""
-        packed = self.replace(t.detach())
+        if type(t) is torch.nn.Parameter or not isinstance(t, torch.Tensor):
+            return t
+        if t.grad_fn is not None:
+            t = t.detach()
+        packed = self.replace(t)
         if _threads.offloader is None or type(packed) is Handle:
             return packed
         with _threads.offloader.because("made again from"):
             packed = _threads.offloader.replace(t)
-        return packed if type(packed) is Handle else t.detach()
+        return packed if type(packed) is Handle else t
 
     def knows(self, t):
         """Whether the tensor lies in a registered storage."""
@@ -97,35 +109,41 @@ class Engine:
         return entry is not None and not entry.storage.expired() and entry.version == t._version
 
     def _sweep(self):
-        """Drops storages that are gone, and with them the inputs that their recipes hold."""
+        """Drops storages that are gone, and with them the inputs that their recipes hold, and their graph nodes."""
         self._entries = {key: entry for key, entry in self._entries.items() if not entry.storage.expired()}
-        self._sweep_at = max(256, 2 * len(self._entries))
+        alive = {(id(entry.recipe), entry.index) for entry in self._entries.values()}
+        self._results = {key: made for key, made in self._results.items() if (id(made[0]), made[1]) in alive}
+        self._sweep_at = max(256, 2 * len(self._entries), 2 * len(self._results))
 
     def pack(self, t):
-        """The pack hook of autograd."""
+        """The pack hook of autograd. It sees every saved tensor, and most of them are not registered: it is kept short."""
         packed = self.replace(t)
-        if type(packed) is Handle:
+        if packed is not t:
             self.replaced[packed.recipe.name] += 1
         else:
-            packed = Stored(packed) if _threads.offloader is None else _threads.offloader.keep(packed)
-        return handed_over(packed)
+            packed = Stored(t) if _threads.offloader is None else _threads.offloader.keep(t)
+        if _threads.watch is not None:
+            _threads.watch(packed)
+        return packed
 
     def replace(self, t):
         """A handle if the tensor lies in a registered storage that has not changed since, else the tensor."""
-        if type(t) is not torch.Tensor:
+        if type(t) is not torch.Tensor or t.layout is not torch.strided:
             return t
-        key = storage_key(t)
-        entry = self._entries.get(key)
+        entry = self._entries.get(t.untyped_storage()._cdata)
         if entry is None:
-            return self._replace_cast(t)
+            return t if t.dtype is self._dtype else self._replace_cast(t)
+        return self._replace_registered(entry, t)
+
+    def _replace_registered(self, entry, t):
         if entry.storage.expired():
-            del self._entries[key]
+            del self._entries[storage_key(t)]
             return t
         name = entry.recipe.name
         if t._version != entry.version:
             self.refused.setdefault(name, "its output was modified in place afterwards")
             return t
-        if t.dtype != entry.dtype:
+        if t.dtype != entry.dtype or t.is_conj() or t.is_neg():
             return t
         return Handle.of(entry.recipe, entry.index, t)
 
