@@ -94,7 +94,7 @@ Grads backward(const BackwardCall& call) {
   const bool sums_wanted = call.need_dw || call.need_db || call.need_dinput_bias, nothing = dy.numel() == 0;
   Grads grads{own_dx ? fresh_like(dy) : fresh({0}, dy.options()), call.fused ? fresh_like(dy) : at::Tensor(), {}, {}, {}};
   const Dtype dtype = dtype_of(op, dy);
-  const auto plan = nothing ? NormBackwardPlan{0, false} : norm_backward_plan(dtype, M, N, call.need_dx, sums_wanted, on.device());
+  const auto plan = nothing ? NormBackwardPlan{0, false} : norm_backward_plan(dtype, M, N, sums_wanted, on.device());
   Sums sums(dy, plan.groups);
   sums.want(0, call.need_dw, call.normalized_shape, nothing ? 0 : N);
   sums.want(1, call.need_db, call.normalized_shape, nothing ? 0 : N);

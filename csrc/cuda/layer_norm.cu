@@ -7,10 +7,10 @@ namespace ckpt::cuda {
 void layer_norm_fwd(const NormForward& args, const Device& device) { plain_norm_fwd<false>(args, device); }
 void layer_norm_bwd(const NormBackward& args, const Device& device) { norm_bwd_of<false, false>(args, device); }
 
-NormBackwardPlan norm_backward_plan(Dtype dtype, int64_t M, int64_t N, bool need_dx, bool need_sums, const Device& device) {
-  const int packs = need_dx ? backward_packs(dtype, N) : 0;
+NormBackwardPlan norm_backward_plan(Dtype dtype, int64_t M, int64_t N, bool need_sums, const Device& device) {
+  const int packs = backward_packs(dtype, N);
   if (!need_sums) return {0, false};
-  if (packs == 0) return {elementwise_groups(M, N, device), need_dx};
+  if (packs == 0) return {elementwise_groups(M, N, device), true};
   const RowPlan plan = plan_rows(M, N, packs);
   const int64_t ty = plan.block.y, threads = int64_t(plan.block.x) * ty;
   // 512 threads a multiprocessor, or 32 rows a group: few partial sums, and short ones.

@@ -40,12 +40,13 @@ struct NormBackward {
   SumsArg sums;  // 0 dw, 1 db, 2 dinput_bias
 };
 
-// How a backward is split: the groups of rows that partial sums are made of, and whether row_means is needed.
+// How a backward is split, whichever gradients are wanted: the groups of rows that partial sums are made of, and whether
+// dinput_bias needs row_means.
 struct NormBackwardPlan {
   int64_t groups;
   bool row_means;
 };
-NormBackwardPlan norm_backward_plan(Dtype dtype, int64_t M, int64_t N, bool need_dx, bool need_sums, const Device& device);
+NormBackwardPlan norm_backward_plan(Dtype dtype, int64_t M, int64_t N, bool need_sums, const Device& device);
 
 void layer_norm_fwd(const NormForward& args, const Device& device);
 void layer_norm_bwd(const NormBackward& args, const Device& device);

@@ -125,6 +125,7 @@ __global__ void __launch_bounds__(kRowThreads) norm_bwd_kernel(const BackwardRow
         if (!RMS) db[i][k] += t.dy[k];
       }
     }
+    if (!FUSED && row.dx.data == nullptr) continue;  // sums alone are wanted: the same ones
     const TwoSums<A> means = divided(merge_over_row(sums, parts), N);
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {

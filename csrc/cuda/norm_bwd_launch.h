@@ -34,15 +34,14 @@ void norm_backward_of(T, const NormBackward& args, const Device& device) {
              aligned(args.dresidual) && aligned_rows<T>(args.N, args.dx);
   Partials<A> partials;
   for (int i = 0; i < kMaxSums; ++i) partials.of[i] = static_cast<A*>(args.sums.partial[i]);
-  const bool rows_wanted = args.dx || args.dresidual;
   if constexpr (sizeof(T) < sizeof(double)) {
-    switch (rows_wanted ? backward_packs(args.dtype, args.N) : 0) {
+    switch (backward_packs(args.dtype, args.N)) {
       case 1: return launch_norm_bwd<T, RMS, FUSED, 1>(row, args, partials, device);
       case 2:
         if constexpr (sizeof(T) == 2) return launch_norm_bwd<T, RMS, FUSED, 2>(row, args, partials, device);
     }
   }
-  if (rows_wanted) {
+  if (args.dx || args.dresidual) {
     const RowPlan plan = plan_rows(args.M, args.N, 1);
     CKPT_LAUNCH((norm_bwd_looped_kernel<T, RMS, FUSED>), grid_of(plan.groups), plan.block, kMaxWarps * sizeof(TwoSums<A>), device.stream,
                 row, args.M, args.N);
