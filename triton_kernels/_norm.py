@@ -11,11 +11,11 @@ import triton.language as tl
 
 from ._launch import launch
 from ._rows import (
-    LONGEST_BWD,
     LONGEST_FWD,
     LOOPED,
     Walk,
     column_sums,
+    compile_case,
     compute_dtype,
     compute_type,
     dense,
@@ -24,6 +24,7 @@ from ._rows import (
     fwd_tile,
     grad_input,
     grad_means,
+    longest_bwd,
     no_sums,
     normalized,
     parameter,
@@ -171,7 +172,7 @@ def norm_bwd(dy, saved, mean, rstd, weight, bias, normalized_shape, offset, rms,
     tensors = (dys, saveds, *dense(mean, rstd, weight, bias if from_output else None))
     strides = (stride_dym, stride_sm, M, N)
     constants = dict(OFFSET=offset, RMS=rms, FROM_OUTPUT=from_output, ACC=compute_type(dy))
-    whole_rows = need_dx and fits(dy, N, LONGEST_BWD)
+    whole_rows = need_dx and fits(dy, N, longest_bwd(need_dw, need_db, from_output and not rms))
     means = norm_bwd_means(*tensors, *strides, **constants) if need_dx and not whole_rows else (None, None)
     walk = Walk(dy, M, N, whole_rows, tensors=2)
     sums = partials(dy, walk.programs, N, need_dw, need_db)
@@ -186,3 +187,29 @@ def norm_bwd_means(dy, saved, mean, rstd, weight, bias, stride_dym, stride_sm, M
     tensors = (dy, saved, mean, rstd, weight, bias, c1, c2)
     launch(_norm_bwd_means_kernel, (M,), dy, *tensors, stride_dym, stride_sm, M, N, **constants, **LOOPED)
     return c1, c2
+
+
+def _compile_cases():
+    """bf16 rows of bf16 parameters; dw and db both, and from y where that takes more registers."""
+    like, columns, none = torch.empty(0, dtype=torch.bfloat16), (1024, 4096, 8192), dict(c1_ptr=None, c2_ptr=None)
+    forward = dict(x_ptr="*bf16", y_ptr="*bf16", stride_xm="i32:16", EPS=1e-5)
+    backward = dict(dy_ptr="*bf16", saved_ptr="*bf16", stride_dym="i32:16", stride_sm="i32:16", M="i32")
+    for rms in (False, True):
+        mean, bias = (None, None) if rms else ("*fp32", "*bf16")
+        norm = dict(w_ptr="*bf16", b_ptr=bias, mean_ptr=mean, rstd_ptr="*fp32", N="i32:16", OFFSET=0.0, RMS=rms, ACC=tl.float32)
+        means, sums = dict(c1_ptr=mean, c2_ptr="*fp32"), dict(dx_ptr="*bf16", dw_ptr="*fp32", db_ptr=mean)
+        label = "rms" if rms else "layer"
+        for N in columns:
+            yield compile_case(f"{label} bf16 {N}", _norm_fwd_kernel, fwd_tile(N), **norm, **forward, M="i32")
+        yield compile_case(f"{label} bf16 65536", _norm_fwd_looped_kernel, LOOPED, **norm, **forward)
+        for N, from_output in ((1024, False), (4096, False), (8192, False), (4096, not rms)):
+            given = norm | backward | sums | none | dict(FROM_OUTPUT=from_output, b_ptr=bias if from_output else None)
+            name = f"{label} bf16 {N}" + (" from y" if from_output else "")
+            yield compile_case(name, _norm_bwd_kernel, Walk(like, 8192, N, True, tensors=2).tile, **given)
+        given = norm | backward | means | dict(FROM_OUTPUT=False, b_ptr=None)
+        yield compile_case(f"{label} bf16 65536", _norm_bwd_means_kernel, LOOPED, **given, wide=False)
+        tile = Walk(like, 8192, 65536, False, tensors=2).tile
+        yield compile_case(f"{label} bf16 65536", _norm_bwd_kernel, tile, **given, **sums)
+
+
+COMPILE_CASES = tuple(_compile_cases())

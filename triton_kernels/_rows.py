@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._launch import INTERPRETED, TILE, launch
+from ._launch import INTERPRETED, TILE, CompileCase, launch
 
 # --- statistics and gradients of whole rows ---------------------------------------------------------------------------
 
@@ -157,16 +157,22 @@ def column_sums(like, shape, *parts):
     sums = [like.new_empty((0,) if part is None else shape, dtype=compute_dtype(like)) for part in parts]
     P, N = present[0].shape
     padding = [None] * (3 - len(parts))
-    tile = dict(BLOCK_P=64, BLOCK_N=1024 if INTERPRETED else 32, num_warps=4)
-    launch(_column_sums_kernel, (triton.cdiv(N, tile["BLOCK_N"]),), like, *parts, *padding, *sums, *padding, P, N, **tile)
+    outputs = [None if part is None else total for part, total in zip(parts, sums)]
+    grid = (triton.cdiv(N, SUMS_TILE["BLOCK_N"]),)
+    launch(_column_sums_kernel, grid, like, *parts, *padding, *outputs, *padding, P, N, **SUMS_TILE)
     return sums
 
 
 # --- sizes of tiles and grids -------------------------------------------------------------------------------------------
 
+SUMS_TILE = dict(BLOCK_P=64, BLOCK_N=1024 if INTERPRETED else 32, num_warps=4)
 LOOPED = dict(BLOCK_N=4096, num_warps=8)  # of kernels that read one row a program, block by block
 LONGEST_FWD = 16384  # columns of a tile that stays in registers; half for float64
-LONGEST_BWD = 8192  # there with two to three sums a column beside it
+
+
+def longest_bwd(*held):
+    """The same where a thread holds more beside the tile: for each of `held` a value a column."""
+    return 8192 if sum(held) <= 2 else 4096
 
 
 def compute_dtype(x):
@@ -191,11 +197,13 @@ def fwd_tile(N):
 
 
 @functools.cache
-def bwd_tile(N):
-    """16 elements a thread, 8 columns where rows are long enough: a thread then sums its columns over rows alone."""
+def bwd_tile(N, elements):
+    """So many elements a thread, 8 columns where rows are long enough: it then sums its columns over rows alone."""
     BLOCK_N = max(32, triton.next_power_of_2(N))
     warps = min(max(4, BLOCK_N // 256), 16)
-    ROWS = min(max(1, warps * (TILE // 4) // BLOCK_N), 128)  # the interpreter adds them up one by one
+    ROWS = max(1, warps * 32 * elements // BLOCK_N)
+    if INTERPRETED:  # it takes as long for a tile of any size, but adds rows up one by one
+        ROWS = min(ROWS * 32, 128)
     return dict(ROWS=ROWS, BLOCK_N=BLOCK_N, num_warps=warps)
 
 
@@ -205,8 +213,8 @@ class Walk:
     16 warps a multiprocessor share the rows: as many as have 128 registers a thread. Shape and device alone decide.
     """
 
-    def __init__(self, like, M, N, whole_rows, tensors):
-        tile = bwd_tile(N if whole_rows else min(N, 1024))
+    def __init__(self, like, M, N, whole_rows, tensors, elements=16):
+        tile = bwd_tile(N if whole_rows else min(N, 1024), elements)
         blocks = triton.cdiv(N, tile["BLOCK_N"])
         at_once = multiprocessors(like.device) * 16 // (tile["num_warps"] * blocks)
         self.programs = min(triton.cdiv(M, tile["ROWS"]), max(2, at_once))
@@ -261,3 +269,15 @@ def dense(*tensors):
 
 def empty_like(x):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def compile_case(name, kernel, tile, wide=True, **arguments):
+    """A CompileCase with a tile as launchers pass it."""
+    constants = {k: v for k, v in tile.items() if k != "num_warps"}
+    return CompileCase(name, kernel, arguments | constants, num_warps=tile["num_warps"], wide=wide)
+
+
+_sums = dict(
+    a_ptr="*fp32", a_sum_ptr="*fp32", b_ptr="*fp32", b_sum_ptr="*fp32", c_ptr=None, c_sum_ptr=None, P="i32", N="i32:16"
+)
+COMPILE_CASES = (compile_case("fp32", _column_sums_kernel, SUMS_TILE, wide=False, **_sums),)

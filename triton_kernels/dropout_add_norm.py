@@ -12,11 +12,11 @@ from ._elementwise import drop, planes_and_rows
 from ._launch import NO_MASK, launch, mask_arguments
 from ._norm import norm_bwd_means, norm_fwd
 from ._rows import (
-    LONGEST_BWD,
     LONGEST_FWD,
     LOOPED,
     Walk,
     column_sums,
+    compile_case,
     compute_dtype,
     compute_type,
     dense,
@@ -25,6 +25,7 @@ from ._rows import (
     fwd_tile,
     grad_input,
     grad_means,
+    longest_bwd,
     no_sums,
     normalized,
     parameter,
@@ -207,14 +208,14 @@ def _walk(dy, dr, r, mean, rstd, weight, normalized_shape, offset, rms, mask, *w
     drs, stride_drm = (None, N) if dr is None else row_view(dr, inner, N)
     tensors = (dys, rs, *dense(mean, rstd, weight))
     constants = dict(OFFSET=offset, RMS=rms, ACC=compute_type(dy))
-    whole_rows = fits(dy, N + mask.shift, LONGEST_BWD)
+    whole_rows = fits(dy, N + mask.shift, longest_bwd(*wanted, mask.draws))
     means = (
         (None, None)
         if whole_rows
         else norm_bwd_means(*tensors, None, stride_dym, stride_rm, M, N, FROM_OUTPUT=False, **constants)
     )
     dx, dresidual = empty_like(dy) if mask.draws else dy.new_empty(0), empty_like(dy)
-    walk = Walk(dy, M, N + mask.shift, whole_rows, tensors=2 if dr is None else 3)
+    walk = Walk(dy, M, N + mask.shift, whole_rows, tensors=2 if dr is None else 3, elements=8)
     sums = partials(dy, walk.programs, N, *wanted)
     outputs = (dx if mask.draws else None, dresidual, *sums)
     sizes = (stride_dym, stride_rm, stride_drm, M, N, _rows_of_a_plane(dy))
@@ -258,3 +259,32 @@ def dropout_add_rms_norm_bwd(
         "dropout_add_rms_norm_bwd", dy, dr, r, None, rstd, weight, normalized_shape, offset, True, *place, **needs
     )
     return dx, dresidual, dw, dinput_bias
+
+
+def _compile_cases():
+    """bf16 rows and parameters, with a gradient for r; dinput_bias with RMS, whose db there is not."""
+    like = torch.empty(0, dtype=torch.bfloat16)
+    mask = dict(seed_ptr="*i64", scale="fp32", **{n: "i32:16" if n == "shift" else "i32" for n in PLACE[:5] + ("shift",)})
+    forward = dict.fromkeys(("x_ptr", "residual_ptr", "input_bias_ptr", "y_ptr", "r_ptr"), "*bf16") | dict(EPS=1e-5)
+    forward |= dict(stride_xm="i32:16", stride_residual="i32:16")
+    backward = dict.fromkeys(("dy_ptr", "dr_ptr", "r_ptr", "dresidual_ptr"), "*bf16")
+    backward |= dict(stride_dym="i32:16", stride_rm="i32:16", stride_drm="i32:16", dw_ptr="*fp32")
+    for rms, drops in ((False, True), (True, False), (False, False), (True, True)):
+        some = None if rms else "*fp32"
+        norm = dict(w_ptr="*bf16", mean_ptr=some, rstd_ptr="*fp32", M="i32", N="i32:16", rows="i32")
+        norm |= dict(OFFSET=0.0, RMS=rms, ACC=tl.float32) | mask | ({} if drops else dict(seed_ptr=None))
+        sums = dict(db_ptr=some, dinput_bias_ptr="*fp32" if rms else None, dx_ptr="*bf16" if drops else None)
+        label = ("rms" if rms else "layer") + (" mask" if drops else "")
+        for N in (1024, 4096, 8192) if rms != drops else (4096,):
+            given = norm | forward | dict(b_ptr=None if rms else "*bf16")
+            yield compile_case(f"{label} bf16 {N}", _dropout_add_norm_fwd_kernel, fwd_tile(N), **given)
+            whole = longest_bwd(True, not rms, rms, drops) >= N
+            means = dict(c1_ptr=None if whole else some, c2_ptr=None if whole else "*fp32")
+            tile = Walk(like, 8192, N, whole, tensors=3, elements=8).tile
+            yield compile_case(f"{label} bf16 {N}", _dropout_add_norm_bwd_kernel, tile, **norm, **backward, **sums, **means)
+        if rms != drops:
+            given = norm | forward | dict(b_ptr=None if rms else "*bf16")
+            yield compile_case(f"{label} bf16 65536", _dropout_add_norm_fwd_looped_kernel, LOOPED, **given)
+
+
+COMPILE_CASES = tuple(_compile_cases())
