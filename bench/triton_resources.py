@@ -122,6 +122,9 @@ def compile_case(case, target):
 def _read_nvidia(row, asm):
     accesses = re.findall(r"\b(ld|st)\.global\S*?(?:\.v(\d))?\.[a-z]+(\d+)\s", asm["ptx"])
     bits = {kind: [int(lanes or 1) * int(size) for k, lanes, size in accesses if k == kind] for kind in ("ld", "st")}
+    # A pipelined loop's loads go to shared memory, a number of bytes each.
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global\s*\[[^]]*\],\s*\[[^]]*\],\s*(\w+)", asm["ptx"])
+    bits["ld"] += [8 * int(size, 0) for size in copies]
     row.load_bits, row.store_bits = max(bits["ld"], default=0), max(bits["st"], default=0)
     usage = _resource_usage(asm["cubin"])
     row.registers, row.spilled = usage["REG"], usage["STACK"] + usage["LOCAL"]
