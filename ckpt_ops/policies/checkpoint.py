@@ -28,6 +28,9 @@ def checkpoint(function, *args, context_fn=None, **kwargs):
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
+    if torch.compiler.is_compiling():  # the graph is recomputed with its seeds, autocast and buffers
+        options = {} if context_fn is None else {"context_fn": context_fn}
+        return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
     offloader = offloader_on_top()
     contexts = seeds.replay(functools.partial(_contexts, _module_of(function), offloader, context_fn))
     if offloader is None:

@@ -1,27 +1,43 @@
 """The hooks that register a module's output while an engine is active."""
 
+import contextlib
+import threading
+
 import torch
 from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from ..saved.engine import current, register
 
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
 
+class _Threads(threading.local):
+    def __init__(self):
+        self.before = {}  # {Registers: its module's state before the call}
+
+
+_threads = _Threads()
+
+
 class Registers:
     """For any other module: its output is registered with the recipe "call its forward again".
 
-    refused: why that is not done, or None. What a first call shows (its state or a generator changed) refuses for good.
+    refused: why that is not done, or None. What a first call in training or in eval shows (its state or a generator
+    changed) refuses for good.
     """
 
     def __init__(self, name):
         self.name = name
-        self.refused = None
-        self._checked = False
-        self._before = None
+        self._module = self._shown = None
+        self._checked = set()  # of True (training) and False
+
+    @property
+    def refused(self):
+        return _why_not(self._module) or self._shown
 
     def install(self, module):
-        self.refused = _why_not(module)
+        self._module = module
         return [
             module.register_forward_pre_hook(self._enter),
             module.register_forward_hook(self._leave, with_kwargs=True),
@@ -32,29 +48,71 @@ class Registers:
         return engine is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling() and engine.on_top()
 
     def _enter(self, module, args):
-        self._before = _state(module) if not self._checked and self._ready() else None
+        if module.training not in self._checked and self._ready():
+            _threads.before[self] = _state(module)
 
     def _leave(self, module, args, kwargs, output):
         if not self._ready():
             return
-        engine = current()
-        if self._before is not None:
-            before, self._before, self._checked = self._before, None, True
-            self.refused = self.refused or _difference(before, _state(module))
-        reason = self.refused or _why_not(module)
+        engine, reason = current(), _why_not(module)
+        if _threads.before and (before := _threads.before.pop(self, None)) is not None and reason is None:
+            self._checked.add(module.training)
+            self._shown = self._shown or _difference(before, _state(module))
+        inputs = (*args, *kwargs.values())
         outputs = output if isinstance(output, tuple) else (output,)
-        if reason is None and not all(isinstance(out, torch.Tensor) for out in outputs):
-            reason = "its output is not a tensor or a tuple of tensors"
+        reason = reason or self._shown or _unfit(inputs, outputs)
         if reason is not None:
             engine.refused[self.name] = reason
             return
-        names = list(kwargs)
+        again = _Again(module, tuple(kwargs))
+        register(self.name, again, inputs, outputs, tuple(again.tensors.values()), module)
 
-        def again(*inputs):
-            positional = len(inputs) - len(names)
-            return module.forward(*inputs[:positional], **dict(zip(names, inputs[positional:], strict=True)))
 
-        register(self.name, again, (*args, *kwargs.values()), outputs, tuple(module.parameters()), module)
+class _Again:
+    """Calls a module's forward as in the forward: with the parameters, buffers and training flags that it had then."""
+
+    __slots__ = ("_module", "_names", "_training", "tensors")
+
+    def __init__(self, module, names):
+        self._module, self._names, self._training, self.tensors = module, names, _flags(module), _tensors(module)
+
+    def __call__(self, *inputs):
+        module, positional = self._module, len(inputs) - len(self._names)
+        arguments = dict(zip(self._names, inputs[positional:], strict=True))
+        with contextlib.ExitStack() as stack:
+            now = _tensors(module)
+            if any(now.get(name) is not t for name, t in self.tensors.items()):  # torch.func.functional_call's are gone
+                stack.enter_context(_reparametrize_module(module, self.tensors))
+            if (flags := _flags(module)) != self._training:
+                stack.callback(_set_flags, module, flags)
+                _set_flags(module, self._training)
+            return module.forward(*inputs[:positional], **arguments)
+
+
+def _tensors(module):
+    """Parameters and buffers by name."""
+    if module._modules:
+        return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    own = {**module._parameters, **module._buffers} if module._buffers else module._parameters
+    return {name: t for name, t in own.items() if t is not None}
+
+
+def _flags(module):
+    return tuple(m.training for m in module.modules()) if module._modules else (module.training,)
+
+
+def _set_flags(module, flags):
+    for m, training in zip(module.modules(), flags, strict=True):
+        m.training = training
+
+
+def _unfit(inputs, outputs):
+    for value in inputs:
+        if isinstance(value, (list, dict, set)):
+            return f"an argument is a {type(value).__name__}, which may change before backward"
+    if not all(isinstance(out, torch.Tensor) for out in outputs):
+        return "its output is not a tensor or a tuple of tensors"
+    return None
 
 
 def _why_not(module):

@@ -106,7 +106,7 @@ class Regenerated:
 
     def __init__(self, model, blocks, rungs, modules):
         self.model, self._rungs, self._blocks = model, rungs, blocks
-        self._handles, self._registers = [], {}
+        self._handles, self._registers, self._hooks = [], {}, {}
         checkpointed = [CheckpointedForward(block.module) for block in blocks if rungs[block.name] == "block"]
         self._forward = _Regenerating(model)
         for block in blocks:
@@ -123,9 +123,11 @@ class Regenerated:
     def _add(self, name, module):
         if name in self._registers:
             return
-        hooks = (Accepts if is_ours(module) else Registers)(name)
+        hooks = self._hooks.get(module)  # it may go by several names
+        if hooks is None:
+            hooks = self._hooks[module] = (Accepts if is_ours(module) else Registers)(name)
+            self._handles += hooks.install(module)
         self._registers[name] = hooks
-        self._handles += hooks.install(module)
 
     def report(self, *args, **kwargs):
         """What is regenerated, block by block; printable. With the model's arguments: also the bytes it keeps, measured."""
@@ -153,7 +155,8 @@ class Regenerated:
 
     def _reason(self, name):
         """Why the module's output is kept after all, or None."""
-        return self._registers[name].refused or self._forward.refused.get(name)
+        hooks = self._registers[name]
+        return hooks.refused or self._forward.refused.get(hooks.name)
 
     def remove(self):
         """Takes all hooks away and gives checkpointed blocks their own forward back."""

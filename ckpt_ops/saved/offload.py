@@ -119,7 +119,7 @@ class Offloader:
             return "a parameter"
         if type(t) is not torch.Tensor or t.layout != torch.strided or t.is_meta:
             return "not a plain strided tensor"
-        if torch._C._functorch.is_functorch_wrapped_tensor(t):
+        if t.is_conj() or t.is_neg() or torch._C._functorch.is_functorch_wrapped_tensor(t):
             return "not a plain strided tensor"
         return f"smaller than {self._min_bytes:,} bytes" if t.untyped_storage().nbytes() < self._min_bytes else None
 
