@@ -16,7 +16,7 @@ from ckpt_ops.demo import torch_layers
 from ckpt_ops.demo.model import Block
 from ckpt_ops.machine import cores
 
-from . import ladder_layers, ladder_report, machine, report, timing
+from . import engine_cost, ladder_layers, ladder_report, machine, report, timing
 
 TORCH, CHECKPOINT = "torch", "torch + checkpoint"
 PROVIDERS = (*ckpt_ops.RUNGS, TORCH, CHECKPOINT)
@@ -53,6 +53,7 @@ def parser():
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--threads", type=int, default=min(2, cores()), help="of the CPU (default: %(default)s)")
     p.add_argument("--rounds", type=int, default=9, help="timed steps of each, in turn (default: %(default)s)")
+    p.add_argument("--engine-calls", type=int, default=300, help="of the engine's own cost (default: %(default)s)")
     p.add_argument("--out", default="bench_output", metavar="FOLDER", help="for JSON and picture (default: %(default)s)")
     p.add_argument("--plot", metavar="JSON", help="only draw the picture of an earlier run")
     return p
@@ -88,8 +89,10 @@ def measure(options, say=lambda text: None):
         say(f"dropout {dropout:g}: {options.rounds} rounds of {', '.join(PROVIDERS)}")
         rows += run(size, dropout, options.device, options.rounds)
         layers += layers_of_torch(size, dropout, options.device)
+    say("the engine's own cost")
+    engine = engine_cost.measure(options.device, options.engine_calls)
     backend = dispatch.choose("attention", None, torch.empty(0, dtype=DTYPES[size.dtype], device=options.device))
-    doc = {"machine": facts, "backend": backend, "size": asdict(size), "rows": rows, "layers": layers}
+    doc = {"machine": facts, "backend": backend, "size": asdict(size), "rows": rows, "layers": layers, "engine": engine}
     return {**doc, "must_show": ladder_report.must_show(doc, timed=not options.small)}
 
 

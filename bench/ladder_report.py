@@ -10,7 +10,7 @@ from rich.table import Table
 from ckpt_ops import RUNGS
 from ckpt_ops.demo import ladder_picture
 
-from . import machine
+from . import engine_cost, machine
 from .report import milliseconds, readable_bytes
 
 # Bytes per token and hidden column in 16 bits, statistics apart: what each rung keeps of a block.
@@ -55,6 +55,8 @@ def must_show(doc, timed):
         for rung in RUNGS:
             promises += [_keeps(rows[rung], size), _gradients(rows[rung])]
         promises += [_takes(rows[rung], most) for rung, most in TIMES.items() if timed]
+    if timed:
+        promises += engine_cost.promises(doc["engine"])
     for row in doc["layers"]:
         of_layers = [_keeps(row, size), _gradients(row), _errs(row)]
         promises += [{**promise, "provider": f"encoder layer, {row['provider']}"} for promise in of_layers]
@@ -96,12 +98,15 @@ def tables(doc):
     for dropout in dict.fromkeys(row["dropout"] for row in doc["rows"]):
         yield _table(doc, dropout)
         yield _layers_table(doc, dropout)
+    yield engine_cost.table(doc["engine"])
     table = Table(title="must show", caption=machine.line(doc["machine"]), caption_justify="left")
     for column in ("", "dropout", "rung", "", "required", "measured"):
         table.add_column(column)
     for p in doc["must_show"]:
         mark = "[green]pass[/green]" if p["passed"] else "[bold red]FAIL[/bold red]"
-        table.add_row(mark, f"{p['dropout']:g}", p["provider"], p["what"], p["required"], p["measured"])
+        table.add_row(
+            mark, f"{p['dropout']:g}" if "dropout" in p else "", p["provider"], p["what"], p["required"], p["measured"]
+        )
     yield table
 
 

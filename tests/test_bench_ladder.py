@@ -7,7 +7,7 @@ import torch
 
 import ckpt_ops
 from bench import __main__ as cli
-from bench import ladder, ladder_layers, ladder_report, report
+from bench import engine_cost, ladder, ladder_layers, ladder_report, report
 from bench.ladder import PROVIDERS, Size
 
 SIZE = Size(tokens=24, hidden=32, heads=2, batch=2, blocks=2)
@@ -20,7 +20,8 @@ def document():
     if ckpt_ops.backends()["cpu"] != "ready":
         pytest.skip(ckpt_ops.backends()["cpu"])
     sizes = [f"--{name}={getattr(SIZE, name)}" for name in ("tokens", "hidden", "heads", "batch", "blocks")]
-    options = ladder.parser().parse_args([*sizes, "--rounds=2", "--device=cpu", f"--threads={torch.get_num_threads()}"])
+    few = ["--rounds=2", "--engine-calls=3"]
+    options = ladder.parser().parse_args([*sizes, *few, "--device=cpu", f"--threads={torch.get_num_threads()}"])
     return ladder.measure(options)
 
 
@@ -89,6 +90,21 @@ def test_rows_hold_what_a_reader_needs(document):
         assert row["same_gradients"] is True, row["provider"]
 
 
+def test_the_engines_own_cost_is_measured(document):
+    rows = {row["rung"]: row for row in document["engine"]}
+    assert list(rows) == ["norms", "activations", "mlp", "qkv"]
+    for row in rows.values():
+        assert row["demo_step"] > 0
+        whole = (row["forward"] + row["backward"]) * 4  # the demo's blocks
+        assert row["share_of_demo_step"] == pytest.approx(whole / row["demo_step"])
+
+
+@pytest.mark.parametrize(("forward", "share", "passed"), [(59e-6, 0.019, (True, True)), (61e-6, 0.021, (False, False))])
+def test_the_engines_goals(document, forward, share, passed):
+    row = {"rung": "activations", "forward": forward, "share_of_demo_step": share}
+    assert tuple(p["passed"] for p in engine_cost.promises([row])) == passed
+
+
 def test_gradients_that_differ_are_seen():
     contenders = {name: ladder._Contender(ladder.build(name, SIZE, 0.1, "cpu"), SIZE, "cpu") for name in PROVIDERS}
     with torch.no_grad():
@@ -100,16 +116,19 @@ def test_gradients_that_differ_are_seen():
 
 def test_promises_are_compared_with_what_was_measured(document):
     timed = {(p["provider"], p["what"], p["dropout"]) for p in document["must_show"] if p["what"] == "step time"}
+    assert len([p for p in document["must_show"] if "hooks" in p["what"]]) == 2
     assert timed == {(rung, "step time", p) for rung in ("activations", "mlp") for p in (0.0, 0.1)}
-    assert all(p["passed"] for p in document["must_show"] if p["what"] != "step time")
+    assert all(p["passed"] for p in document["must_show"] if p["what"] != "step time" and "hooks" not in p["what"])
     kept = rows_of(document, 0.1)["mlp"]["kept_16bit"]
     changes = {"kept_16bit": 0.98 * kept}, {"kept_16bit": 1.02 * kept}, {"same_gradients": False}, {"ratio_to_store": 1.121}
     for change in ({}, *changes):
         measured = copy.deepcopy(document)
         for row in measured["rows"]:
             row["ratio_to_store"] = {"activations": 1.03, "mlp": 1.12}.get(row["provider"], 1.0)
+        for row in measured["engine"]:
+            row |= {"forward": 1e-6, "share_of_demo_step": 0.001}
         rows_of(measured, 0.1)["mlp"].update(change)
-        failed = [(p["provider"], p["dropout"]) for p in ladder_report.must_show(measured, timed=True) if not p["passed"]]
+        failed = [(p["provider"], p.get("dropout")) for p in ladder_report.must_show(measured, timed=True) if not p["passed"]]
         assert failed == ([("mlp", 0.1)] if change else [])
 
 
@@ -124,7 +143,8 @@ def test_promises_of_torchs_layers_are_compared(document, change):
 
 
 def test_command_line_end_to_end(fused, tmp_path, capsys):
-    arguments = ["ladder", "--small", "--dropout", "0.2", "--rounds", "2", "--out", str(tmp_path)]
+    arguments = ["ladder", "--small", "--dropout", "0.2", "--rounds", "2", "--engine-calls", "3", "--out", str(tmp_path)]
+    fused.skip_if_slow(100_000)
     cli.main([*arguments, "--device", fused.device, "--threads", str(torch.get_num_threads())])
     document = report.read(tmp_path / "ladder.json")
     assert {row["dropout"] for row in document["rows"]} == {0.2}
