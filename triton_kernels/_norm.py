@@ -202,7 +202,7 @@ def _compile_cases():
         for N in columns:
             yield compile_case(f"{label} bf16 {N}", _norm_fwd_kernel, fwd_tile(N), **norm, **forward, M="i32")
         yield compile_case(f"{label} bf16 65536", _norm_fwd_looped_kernel, LOOPED, **norm, **forward)
-        for N, from_output in ((1024, False), (4096, False), (8192, False), (4096, not rms)):
+        for N, from_output in (*((N, False) for N in columns), *(() if rms else ((4096, True),))):
             given = norm | backward | sums | none | dict(FROM_OUTPUT=from_output, b_ptr=bias if from_output else None)
             name = f"{label} bf16 {N}" + (" from y" if from_output else "")
             yield compile_case(name, _norm_bwd_kernel, Walk(like, 8192, N, True, tensors=2).tile, **given)
