@@ -1,23 +1,26 @@
-"""What attention's launchers share: the arguments of a call, the layout of results, and the choice of tile sizes."""
+"""What attention's launchers share: the arguments of a call, the layout of results."""
 
 from typing import NamedTuple
 
 import torch
 import triton
 
-from ._launch import launch, mask_arguments
+from ._launch import mask_arguments
 
 # Arguments of many values: none of them is worth a compilation of its own.
 UNSPECIALIZED = (
-    "heads", "group", "Nq", "Nk", "threshold", "stream", "plane0", "row0", "col0", "shift", "heads_total",
+    "rows", "heads", "group", "Nq", "Nk", "threshold", "stream", "plane0", "row0", "col0", "shift", "heads_total",
 )  # fmt: skip
 
 
 class Call(NamedTuple):
     attn_mask: torch.Tensor | None
     seed: torch.Tensor | None
+    group: int
+    threshold: int
     shift: int
-    arguments: tuple  # from stride_mb to heads_total, as every kernel takes them
+    mask_strides: tuple
+    arguments: tuple  # from heads to heads_total, as every kernel takes them
     constants: dict
 
 
@@ -37,13 +40,13 @@ def describe(op, q, k, v, attn_mask, causal, scale, seed, p, stream, origin, hea
         attn_mask = attn_mask.view(torch.uint8) if kind == 1 else attn_mask
     mask = mask_arguments(op, seed, p, stream, origin, q.device)
     arguments = (
-        *strides, heads, heads // kv_heads, queries, keys, scale,
+        heads, heads // kv_heads, queries, keys, scale,
         mask.threshold, mask.stream, mask.plane0, mask.row0, mask.col0, mask.shift, heads_total,
     )  # fmt: skip
     constants = dict(
         D=size, DV=v.shape[3], CAUSAL=causal, MASK=kind, DROPOUT=mask.draws, BLOCK_D=padded(size), BLOCK_DV=padded(v.shape[3])
     )
-    return Call(attn_mask, mask.seed, mask.shift, arguments, constants)
+    return Call(attn_mask, mask.seed, heads // kv_heads, mask.threshold, mask.shift, strides, arguments, constants)
 
 
 def padded(size):
@@ -66,20 +69,10 @@ def scale_into_q(q, scale):
 
 
 def rows_with_unit_stride(*tensors):
-    """[B, H, N, D] with the last stride 1: a copy where it is not."""
-    return tuple(t if t.stride(3) == 1 or t.shape[3] == 1 else t.contiguous() for t in tensors)
+    """[B, H, N, D] with the last stride 1, and rows near enough that a tile's offsets fit 32 bits: a copy where not."""
+    return tuple(t if (t.stride(3) == 1 or t.shape[3] == 1) and t.stride(2) < 2**23 else t.contiguous() for t in tensors)
 
 
 def heads_inside(like, batch, heads, length, size):
     """Empty [B, H, N, D], laid out as [B, N, H, D]: what a projection writes and reads."""
     return like.new_empty((batch, length, heads, size)).transpose(1, 2)
-
-
-def tiled(kernel, choices, programs, on, arguments, constants):
-    """Launches `kernel` with one of the tile sizes."""
-    m, n, warps, stages = choices[0]
-    launch(kernel, (programs(m, n),), on, *arguments, **constants, BLOCK_M=m, BLOCK_N=n, num_warps=warps, num_stages=stages)
-
-
-def configurations(kind, q, v):
-    return [(32, 64, 4, 1)]

@@ -8,10 +8,23 @@ import triton
 import triton.language as tl
 
 from ..ops._common import statistics_dtype
-from ._attention_launch import UNSPECIALIZED, configurations, describe, heads_inside, rows_with_unit_stride, scale_into_q, tiled
+from ._attention_launch import UNSPECIALIZED, describe, heads_inside, rows_with_unit_stride, scale_into_q
 from ._attention_tile import (
-    LN_2, NO_MASK, add_mask, base_2, compute_type, dot, hide, keys_seen, load_tile, store_tile, tile_offsets,
+    LN_2,
+    NO_MASK,
+    add_mask,
+    base_2,
+    compute_type,
+    dot,
+    hide,
+    int64,
+    keys_seen,
+    load_tile,
+    store_tile,
+    tile_offsets,
+    true_scale,
 )  # fmt: skip
+from ._attention_tiles import tiled
 from ._math import keep_tile, seed_key
 from .attention_bwd import attention_bwd
 
@@ -35,14 +48,14 @@ def _attention_fwd_kernel(
     i = i0 + tl.arange(0, BLOCK_M)
     causal_shift = Nk - Nq if CAUSAL == 2 else 0
 
-    q_ptr += b * stride_qb + h * stride_qh + i0.to(tl.int64) * stride_qm
+    q_ptr += b * stride_qb + h * stride_qh + int64(i0) * stride_qm
     k_ptr += b * stride_kb + h // group * stride_kh
     v_ptr += b * stride_vb + h // group * stride_vh
     if MASK != NO_MASK:
         mask_ptr += b * stride_mb + h * stride_mh
     k_tile = tile_offsets(BLOCK_N, BLOCK_D, stride_kn)
     v_tile = tile_offsets(BLOCK_N, BLOCK_DV, stride_vn)
-    q = load_tile(q_ptr + tile_offsets(BLOCK_M, BLOCK_D, stride_qm), i, Nq, D, True)
+    q = load_tile(q_ptr + tile_offsets(BLOCK_M, BLOCK_D, stride_qm), i, Nq, D)
     if DROPOUT:
         key0, key1 = seed_key(seed_ptr)
         plane = plane0 + b * heads_total + h
@@ -52,42 +65,36 @@ def _attention_fwd_kernel(
     total = tl.zeros([BLOCK_M], C)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], C)
     edge, stop = keys_seen(i0, shift, Nq, Nk, causal_shift, CAUSAL, BLOCK_M, BLOCK_N)
-    for phase in tl.static_range(2):
-        CHECK: tl.constexpr = phase == 1
-        for j0 in tl.range(edge if CHECK else -shift, stop if CHECK else edge, BLOCK_N):
-            j = j0 + tl.arange(0, BLOCK_N)
-            k = load_tile(k_ptr + j0.to(tl.int64) * stride_kn + k_tile, j, Nk, D, CHECK)
-            s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], C))
-            unit = scale2
-            if MASK != NO_MASK:
-                s = add_mask(s * scale2, mask_ptr, stride_mm, stride_mn, i, j, Nq, Nk, MASK)
-                unit = 1.0
-            if CHECK:
-                s = hide(s, i, j, Nk, causal_shift, CAUSAL)
-            above = tl.maximum(top, tl.max(s, 1) * unit)  # unit > 0
-            zero = above
-            if CHECK or MASK != NO_MASK:
-                zero = tl.where(above == float("-inf"), 0.0, above)  # nothing seen yet
-            p = tl.exp2(s * unit - zero[:, None])
-            shrink = tl.exp2(top - zero)
-            total = total * shrink + tl.sum(p, 1)
-            top = above
-            if DROPOUT:
-                keep = keep_tile(
-                    key0, key1, threshold, stream, plane, row0 + i, col0 + (j0 + shift).to(tl.int64), BLOCK_M, BLOCK_N
-                )
-                p = tl.where(keep, p, 0.0)
-            v = load_tile(v_ptr + j0.to(tl.int64) * stride_vn + v_tile, j, Nk, DV, CHECK)
-            acc = dot(p.to(v.dtype), v, acc * shrink[:, None])
+    for j0 in tl.range(-shift, stop, BLOCK_N):
+        j = j0 + tl.arange(0, BLOCK_N)
+        k = load_tile(k_ptr + int64(j0) * stride_kn + k_tile, j, Nk, D)
+        s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], C))
+        unit = scale2
+        if MASK != NO_MASK:
+            s = add_mask(s * scale2, mask_ptr, stride_mm, stride_mn, i, j, Nq, Nk, MASK)
+            unit = 1.0
+        if j0 >= edge:
+            s = hide(s, i, j, Nk, causal_shift, CAUSAL)
+        above = tl.maximum(top, tl.max(s, 1) * unit)  # unit > 0
+        zero = tl.where(above == float("-inf"), 0.0, above)  # nothing seen yet
+        p = tl.exp2(s * unit - zero[:, None])
+        shrink = tl.exp2(top - zero)
+        total = total * shrink + tl.sum(p, 1)
+        top = above
+        if DROPOUT:
+            keep = keep_tile(key0, key1, threshold, stream, plane, row0 + i, col0 + int64(j0 + shift), BLOCK_M, BLOCK_N)
+            p = tl.where(keep, p, 0.0)
+        v = load_tile(v_ptr + int64(j0) * stride_vn + v_tile, j, Nk, DV)
+        acc = dot(p.to(v.dtype), v, acc * shrink[:, None])
 
     seen = total != 0  # a query that sees no key gives 0, and a finite statistic
     factor = tl.where(seen, 1.0 / tl.where(seen, total, 1.0), 0.0)
     if DROPOUT:
-        factor *= 65536.0 / (65536 - threshold).to(C)
+        factor *= true_scale(threshold, C)
     lse = tl.where(seen, (top + tl.log2(tl.where(seen, total, 1.0))) * LN_2, 0.0)
     tl.store(lse_ptr + head * Nq + i, lse, mask=i < Nq)
     o_ptr += ((b * Nq + i0) * heads + h) * DV
-    store_tile(o_ptr + tile_offsets(BLOCK_M, BLOCK_DV, heads * DV), acc * factor[:, None], i, Nq, DV)
+    store_tile(o_ptr + tile_offsets(BLOCK_M, BLOCK_DV, int64(heads * DV)), acc * factor[:, None], i, Nq, DV)
 
 
 def attention_fwd(q, k, v, attn_mask, causal, scale, seed, p, stream, origin, heads_total):
@@ -102,9 +109,9 @@ def attention_fwd(q, k, v, attn_mask, causal, scale, seed, p, stream, origin, he
     q, k, v = rows_with_unit_stride(q, k, v)
     call = describe("attention_fwd", q, k, v, attn_mask, causal, scale, seed, p, stream, origin, heads_total)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    arguments = (q, k, v, o, lse, call.attn_mask, call.seed, *strides, *call.arguments)
+    arguments = (q, k, v, o, lse, call.attn_mask, call.seed, *strides, *call.mask_strides, *call.arguments)
     tiled(
-        _attention_fwd_kernel, configurations("fwd", q, v), lambda m, n: batch * heads * triton.cdiv(queries, m), q,
-        arguments, call.constants,
+        _attention_fwd_kernel, "fwd", lambda m, n: batch * heads * triton.cdiv(queries, m),
+        (batch * heads, call.group, queries, k.shape[2]), q, arguments, call.constants,
     )  # fmt: skip
     return o, lse
