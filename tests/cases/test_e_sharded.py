@@ -95,6 +95,7 @@ def _rank(rank, port, results):
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     found = {(how, first): _case(how, first) for how in HOWS for first in ("sharded", "regenerated")}
     results.put(found)
+    dist.barrier()  # neither leaves while the other still talks to it
     dist.destroy_process_group()
 
 
