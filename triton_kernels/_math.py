@@ -21,14 +21,15 @@ def philox4x32_7(c0, c1, c2, c3, key0, key1):
 
     Twin: csrc/math/philox.h.
     """
+    multiplier0, multiplier1 = tl.full((), PHILOX_A, tl.uint64), tl.full((), PHILOX_B, tl.uint64)
+    weyl0, weyl1 = tl.full((), WEYL_A, tl.uint32), tl.full((), WEYL_B, tl.uint32)
     for _ in tl.static_range(7):
-        product0 = c0.to(tl.uint64) * tl.full(c0.shape, PHILOX_A, tl.uint64)
-        product1 = c2.to(tl.uint64) * tl.full(c2.shape, PHILOX_B, tl.uint64)
+        product0, product1 = c0.to(tl.uint64) * multiplier0, c2.to(tl.uint64) * multiplier1
         c0 = (product1 >> 32).to(tl.uint32) ^ c1 ^ key0
         c2 = (product0 >> 32).to(tl.uint32) ^ c3 ^ key1
         c1, c3 = product1.to(tl.uint32), product0.to(tl.uint32)
-        key0 += tl.full((), WEYL_A, tl.uint32)
-        key1 += tl.full((), WEYL_B, tl.uint32)
+        key0 += weyl0
+        key1 += weyl1
     return c0, c1, c2, c3
 
 
