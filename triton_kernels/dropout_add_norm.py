@@ -166,7 +166,7 @@ def _fwd(op, x, residual, input_bias, weight, bias, normalized_shape, eps, offse
         y, mean, rstd = norm_fwd(r, weight, bias, normalized_shape, eps, offset, rms)
         return y, r, mean, rstd
     y, r = empty_like(x), empty_like(x)
-    rstd = torch.empty(x.shape[:-1], dtype=compute_dtype(x), device=x.device)
+    rstd = torch.empty(x.shape[: x.dim() - len(normalized_shape)], dtype=compute_dtype(x), device=x.device)
     mean = None if rms else torch.empty_like(rstd)
     (xs, stride_xm), (residuals, stride_residual) = row_view(x, 1, N), row_view(residual, 1, N)
     tensors = (None if p == 1 else xs, residuals, *dense(input_bias, weight, bias), y, r, mean, rstd)
@@ -222,7 +222,8 @@ def _walk(dy, dr, r, mean, rstd, weight, normalized_shape, offset, rms, mask, *w
     launch(
         _dropout_add_norm_bwd_kernel, walk.grid, dy, *tensors, drs, *means, *outputs, *mask, *sizes, **constants, **walk.tile
     )  # fmt: skip
-    return dx, dresidual, *column_sums(dy, normalized_shape, *sums)
+    dw, db, dinput_bias = column_sums(dy, normalized_shape, *sums)
+    return dx, dresidual, dw, db, dinput_bias.view(-1)  # [C]: normalized_shape may be (1, C)
 
 
 def _rows_of_a_plane(x):
