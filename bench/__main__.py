@@ -32,9 +32,11 @@ def parser():
     )
     p.add_argument("--must-show", action="store_true", help="only the promised figures (float32, large shapes)")
     p.add_argument("--case", metavar="SUBSTRING", help="only cases whose name contains this")
+    p.add_argument("--without", metavar="SUBSTRING", help="only cases whose name does not contain this")
     size = p.add_mutually_exclusive_group()
     size.add_argument("--small", action="store_true", help="only small shapes")
     size.add_argument("--large", action="store_true", help="only large shapes")
+    size.add_argument("--gpu", action="store_true", help="only shapes that fill a GPU (try --dtype bfloat16)")
     p.add_argument("--dtype", choices=DTYPES, default="float32")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--threads", type=int, default=min(2, cores()), help="of the CPU (default: %(default)s)")
@@ -51,12 +53,15 @@ def parser():
 
 def selected(options):
     """The cases that the options ask for."""
+    dtype = DTYPES[options.dtype]
     if options.must_show:
         chosen = must_show.needed_cases()
+    elif options.gpu:
+        chosen = cases.gpu(dtype)
     else:
-        dtype = DTYPES[options.dtype]
         chosen = ([] if options.large else cases.small(dtype)) + ([] if options.small else cases.large(dtype))
-    return [case for case in chosen if not options.case or options.case in case.name]
+    unwanted = options.without or "\0"
+    return [case for case in chosen if (options.case or "") in case.name and unwanted not in case.name]
 
 
 def measure(options, console):
@@ -68,6 +73,8 @@ def measure(options, console):
     torch.set_num_threads(options.threads)
     copy_bandwidth = traffic.copy_bandwidth(options.device)
     facts = machine.facts(options.device)
+    if torch.device(options.device).type == "cuda":
+        facts["bfloat16 matmul"] = f"{traffic.matmul_rate(options.device) / 1e12:.0f} TFLOP/s"
     console.print(machine.line(facts), style="dim")
     chosen = selected(options)
     min_time = options.min_time or (1.0 if options.must_show else 0.15)

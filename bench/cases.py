@@ -7,6 +7,10 @@ import torch
 from . import ops
 from .ops import Op, Param
 
+# Shapes that fill a GPU: of the row ops, and of causal attention.
+_GPU_ROWS = ((8192, 4096), (16384, 8192))
+_GPU_ATTENTION = ((2, 16, 4096, 64), (2, 16, 4096, 128), (1, 16, 16384, 64), (1, 16, 16384, 128))
+
 #       op                                     p         small            large
 ROWS = (
     (ops.DROPOUT,                             (.1,),    (64, 96),        (8192, 1024)),
@@ -27,12 +31,15 @@ ROWS = (
 )  # fmt: skip
 
 
+SIZES = ("small", "large", "gpu")
+
+
 @dataclass(frozen=True)
 class Case:
     """One op at one shape; `shape` is that of the (first) input and of every output."""
 
     op: Op
-    size: str  # "small" or "large"
+    size: str  # one of SIZES
     shape: tuple
     p: float = 0.0
     dtype: torch.dtype = torch.float32
@@ -64,6 +71,15 @@ class Case:
 def _of_size(size, dtype):
     column = {"small": 2, "large": 3}[size]
     return [Case(row[0], size, row[column], p, dtype) for row in ROWS for p in row[1]]
+
+
+def gpu(dtype=torch.bfloat16):
+    """Every op at shapes that fill a GPU."""
+    cases = []
+    for op, ps, *_ in ROWS:
+        shapes = _GPU_ROWS if op.stem != "attention" else _GPU_ATTENTION if op.name == "attention causal" else ()
+        cases += [Case(op, "gpu", shape, p, dtype) for shape in shapes for p in ps]
+    return cases
 
 
 def small(dtype=torch.float32):

@@ -11,6 +11,7 @@ from matplotlib.patches import Patch  # noqa: E402
 from matplotlib.ticker import LogLocator, NullFormatter  # noqa: E402
 
 from . import machine  # noqa: E402
+from .cases import SIZES  # noqa: E402
 from .report import milliseconds, readable_bytes  # noqa: E402
 from .runner import BOTH  # noqa: E402
 
@@ -22,7 +23,7 @@ def draw(doc, json_path):
     """Writes <json stem>_<size>.png beside the JSON; returns the paths."""
     json_path = pathlib.Path(json_path)
     paths = []
-    for size in ("small", "large"):
+    for size in SIZES:
         rows = [r for r in doc["rows"] if r["size"] == size and r["mode"] == BOTH and not r["error"]]
         if any(r["provider"] == "eager" for r in rows):
             paths.append(json_path.with_name(f"{json_path.stem}_{size}.png"))

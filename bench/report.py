@@ -6,6 +6,7 @@ import pathlib
 from rich.table import Table
 
 from . import machine, must_show
+from .cases import SIZES
 from .runner import BOTH, FORWARD
 
 COLUMNS = (
@@ -22,15 +23,11 @@ CAPTION = (
 
 def document(machine_facts, copy_bandwidth, rows, absent):
     """The JSON document of a run."""
-    promises = [
-        {"case": p.case, "against": p.label, "required": p.required, "measured": measured, "passed": passed}
-        for p, measured, passed in must_show.results(rows)
-    ]
     return {
         "machine": machine_facts,
         "copy_gb_per_s": copy_bandwidth / 1e9,
         "absent": absent,
-        "must_show": promises,
+        "must_show": must_show.results(rows),
         "rows": rows,
     }
 
@@ -92,7 +89,7 @@ def _ratios(forward, both, key):
 
 def tables(doc):
     """Rich tables: one a size, with the machine below."""
-    for size in ("small", "large"):
+    for size in SIZES:
         if rows := [row for row in doc["rows"] if row["size"] == size]:
             table = Table(title=_heading(size, rows), caption=f"{CAPTION}\n{_where(doc)}", caption_justify="left")
             for column in COLUMNS:
@@ -121,7 +118,7 @@ def must_show_table(doc):
     promises = [p for p in doc["must_show"] if p["passed"] is not None]
     if not promises:
         return None
-    table = Table(title="must show (float32, forward+backward)", caption=_where(doc), caption_justify="left")
+    table = Table(title="must show (forward+backward)", caption=_where(doc), caption_justify="left")
     for column in ("", "case", "against / keeps", "required", "measured"):
         table.add_column(column)
     for p in promises:
@@ -133,13 +130,13 @@ def must_show_table(doc):
 def markdown(doc):
     """The same tables, for a README."""
     parts = []
-    for size in ("small", "large"):
+    for size in SIZES:
         if rows := [row for row in doc["rows"] if row["size"] == size]:
             parts += [f"### {_heading(size, rows)}", _markdown_table(COLUMNS, [cells for _, cells in lines(rows)])]
     promises = [p for p in doc["must_show"] if p["passed"] is not None]
     if promises:
         body = [["pass" if p["passed"] else "**FAIL**", *(p[k] for k in _PROMISE)] for p in promises]
-        parts += ["### must show (float32, forward+backward)", _markdown_table(("", "case", "against", *_PROMISE[2:]), body)]
+        parts += ["### must show (forward+backward)", _markdown_table(("", "case", "against", *_PROMISE[2:]), body)]
     return "\n\n".join([*parts, CAPTION, _where(doc)]) + "\n"
 
 

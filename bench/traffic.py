@@ -80,6 +80,14 @@ def copy_bandwidth(device, mib=256, calls=7):
     return 2 * source.nbytes / statistics.median(seconds[2:])
 
 
+def matmul_rate(device, n=8192, calls=7):
+    """Operations a second of an n x n matrix product in bfloat16."""
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    watch = stopwatch(device)
+    seconds = [watch.seconds(lambda: a @ b) for _ in range(calls)]
+    return 2 * n**3 / statistics.median(seconds[2:])
+
+
 def _distinct(tree):
     """The tensors of a tree of arguments, each region of memory once."""
     tensors = [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]

@@ -105,6 +105,7 @@ def compile_case(case, target):
     from triton.backends.compiler import GPUTarget
 
     backend, architecture, warp, limit = TARGETS[target]
+    case = case.on(target)
     row = Row(bare(case.kernel).__name__, case.name, target, case.num_warps, case.wide, shared_limit=limit)
     started = time.perf_counter()
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}

@@ -206,8 +206,8 @@ def test_a_failing_provider_is_a_row_with_its_error():
 def promised_rows(times, kept):
     """Rows of every promised case; times: provider -> seconds."""
     return [
-        {"case": c.name, "shape": list(c.shape), "dtype": "float32", "mode": runner.BOTH, "provider": name, "p50": seconds}
-        | {"kept_bytes": kept(c)}
+        {"case": c.name, "size": c.size, "shape": list(c.shape), "dtype": "float32", "mode": runner.BOTH}
+        | {"provider": name, "p50": seconds, "kept_bytes": kept(c)}
         for c in must_show.needed_cases()
         for name, seconds in times.items()
     ]
@@ -215,12 +215,13 @@ def promised_rows(times, kept):
 
 def test_promises_are_compared_with_what_was_measured():
     fast = promised_rows({"ours": 1.0, "eager": 6.5, "compile": 6.5, "fused": 6.5}, kept=lambda c: 8)
-    outcomes = {(p.case, p.label): passed for p, _, passed in must_show.results(fast)}
+    outcomes = {(p["case"], p["against"]): p["passed"] for p in must_show.results(fast)}
     failed = {key for key, passed in outcomes.items() if not passed}
     assert failed == {(p.case, p.label) for p in must_show.PROMISES if isinstance(p, must_show.Keeps) and p.label != "seed"}
     slow = promised_rows({"ours": 1.0, "eager": 1.2, "compile": 1.2, "fused": 0.8}, kept=lambda c: 8)
-    assert not any(passed for p, _, passed in must_show.results(slow) if isinstance(p, must_show.Faster))
-    assert all(passed is None for _, _, passed in must_show.results([]))
+    faster = {(p.case, p.label) for p in must_show.PROMISES if isinstance(p, must_show.Faster)}
+    assert not any(p["passed"] for p in must_show.results(slow) if (p["case"], p["against"]) in faster)
+    assert all(p["passed"] is None for p in must_show.results([]))
 
 
 def test_attention_may_take_a_little_longer_than_torch():
@@ -232,7 +233,27 @@ def test_attention_may_take_a_little_longer_than_torch():
         )
 
 
-def test_every_op_has_small_and_large_cases():
+@pytest.mark.parametrize(
+    ("stem", "p", "share", "times", "passed"),
+    [
+        ("layer_norm", 0, 0.85, 1.0, [True, True]),
+        ("layer_norm", 0, 0.84, 0.99, [False, False]),
+        ("attention", 0, 0.01, 0.8, [True]),
+        ("attention", 0.1, 0.01, 0.99, [False]),
+    ],
+)
+def test_promises_on_a_gpu(stem, p, share, times, passed):
+    same = {"case": stem, "stem": stem, "size": "gpu", "shape": [8, 8], "p": p, "mode": "forward+backward", "dtype": "bfloat16"}
+    ours = {"provider": "ours:triton", "backend": "triton", "p50": 1.0, "share_of_copy": share}
+    peer = {"provider": "fused" if stem == "attention" else "compile", "backend": "torch", "p50": times, "share_of_copy": 1}
+    found = [r for r in must_show.results([{**same, **ours}, {**same, **peer}]) if r["passed"] is not None]
+    assert [r["passed"] for r in found] == passed
+    assert all("triton" in r["case"] for r in found)
+
+
+def test_every_op_has_cases_of_every_size():
+    assert {c.stem for c in cases.gpu()} == {c.stem for c in cases.small()}
+    assert {c.size for c in cases.gpu()} == {"gpu"} and {c.dtype for c in cases.gpu()} == {torch.bfloat16}
     assert {c.stem for c in cases.small()} == {c.stem for c in cases.large()}
     assert len({c.name for c in cases.small()}) == len(cases.small())
     assert {promise.case for promise in must_show.PROMISES} <= {c.name for c in cases.large()}
@@ -249,6 +270,8 @@ def test_command_line_filters():
     assert names("--case", "rms_norm") == names("--case", "rms_norm", "--small") + names("--case", "rms_norm", "--large")
     assert {size for _, size, _ in names("--must-show", "--dtype", "bfloat16")} == {"large"}
     assert {dtype for _, _, dtype in names("--must-show", "--dtype", "bfloat16")} == {torch.float32}
+    assert {name for name, *_ in names("--case", "norm", "--without", "dropout")} == {"layer_norm", "rms_norm"}
+    assert {size for _, size, _ in names("--gpu")} == {"gpu"}
     with pytest.raises(SystemExit, match="no case's name contains 'nonsense'"):
         cli.main(["--case", "nonsense"])
 

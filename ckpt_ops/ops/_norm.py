@@ -1,5 +1,7 @@
 """Arguments that all norms share."""
 
+import math
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -30,17 +32,19 @@ def default_eps(eps, dtype):
     return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
 
 
-def output_tells_input(weight, bias=None, offset=0.0):
+def output_tells_input(shape, weight, bias=None, offset=0.0):
     """Whether xhat = (y - bias) / (weight + offset) recovers xhat from y without amplifying y's rounding.
 
     Reads the parameters on the host (on a GPU: a synchronisation). Where they have no values to read, under
     torch.compile and torch.func, the answer is no, and the norm keeps its input.
     """
     if weight is None:
-        return True
+        return math.prod(shape) >= _FEWEST_COLUMNS
     if torch.compiler.is_compiling() or weight.is_meta or isinstance(weight, FakeTensor):
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(weight):
+        return False
+    if math.prod(shape) < _FEWEST_COLUMNS:
         return False
     w = (weight.detach() + offset).abs()
     if bias is None:
@@ -48,6 +52,7 @@ def output_tells_input(weight, bias=None, offset=0.0):
     return bool(((w >= _SMALLEST_WEIGHT) & (bias.detach().abs() <= _LARGEST_BIAS * w)).all())
 
 
+_FEWEST_COLUMNS = 16  # in a shorter row dx is a small difference of large terms, and y's rounding shows in it
 _SMALLEST_WEIGHT = 2.0**-8  # y keeps clear of float16's subnormals
 _LARGEST_BIAS = 4.0  # times the weight: y's rounding grows by at most that in xhat
 

@@ -77,7 +77,7 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, *, sav
         weight, bias: of normalized_shape or None, each on its own; may be float32 with a 16-bit input, which is not copied.
         eps: added to the variance.
         save: "input", or "output": the backward works from y, so that x need not stay alive. Where a weight is so
-            near 0 that y does not tell x (and under torch.compile and torch.func), x is kept after all.
+            near 0 or a row so short that y does not tell x (and under torch.compile and torch.func), x is kept after all.
         backend: "cpu", "cuda", "triton" or "reference"; None chooses.
 
     Returns: a contiguous tensor of the input's shape and dtype, under autocast too.
@@ -91,7 +91,7 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, *, sav
     name = dispatch.choose("layer_norm", backend, input)
     if name == "reference":
         return reference.layer_norm(input, weight, bias, shape, eps)
-    from_output = save == "output" and output_tells_input(weight, bias)
+    from_output = save == "output" and output_tells_input(shape, weight, bias)
     namespace = dispatch.NAMESPACE[name]
     y = call(LayerNorm, *distinct(input, weight, bias), shape, float(eps), from_output, namespace)[0]
     if saved.active() and not from_output:

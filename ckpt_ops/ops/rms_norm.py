@@ -90,7 +90,7 @@ def rms_norm(input, normalized_shape, weight=None, eps=None, *, offset=0.0, save
     name = dispatch.choose("rms_norm", backend, input)
     if name == "reference":
         return reference.rms_norm(input, weight, shape, eps, offset)
-    from_output = save == "output" and output_tells_input(weight, offset=offset)
+    from_output = save == "output" and output_tells_input(shape, weight, offset=offset)
     namespace = dispatch.NAMESPACE[name]
     y = call(RMSNorm, *distinct(input, weight), shape, eps, float(offset), from_output, namespace)[0]
     if saved.active() and not from_output:

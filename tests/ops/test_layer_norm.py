@@ -21,6 +21,14 @@ def test_numerics(backend, shape, dtype, save):
 
 
 @saves
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("columns", [1, 2, 5, 15, 16])
+def test_short_rows(backend, columns, dtype, save):
+    """There dx is a small difference of large terms, and y in 16 bits does not tell it."""
+    assert_close_for(OP[save], (5, columns), dtype, backend.device)
+
+
+@saves
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("without", [("bias",), ("weight",), ("weight", "bias")])
 def test_numerics_without_parameters(backend, dtype, without, save):
