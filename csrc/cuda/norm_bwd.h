@@ -69,7 +69,7 @@ struct BackwardRow {
     A more[kPack] = {};
     if (FUSED) widen_pack(raw.dr, more);
 #pragma unroll
-    for (int k = 0; k < kPack; ++k) d[k] = (t.dy[k] * t.w[k] - means.a - t.xhat[k] * means.b) * rstd_ + more[k];
+    for (int k = 0; k < kPack; ++k) d[k] = multiply_add(-t.xhat[k], means.b, t.dy[k] * t.w[k] - means.a) * rstd_ + more[k];
   }
 
   // In place: the gradient of what was dropped out.

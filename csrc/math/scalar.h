@@ -28,7 +28,19 @@ CKPT_HD float normal_cdf(float x) {
 }
 CKPT_HD double normal_cdf(double x) { return 0.5 * erfc(-0.7071067811865476 * x); }
 
-CKPT_HD float inverse_sqrt(float x) { return 1.f / sqrtf(x); }
-CKPT_HD double inverse_sqrt(double x) { return 1.0 / sqrt(x); }
+// a * b + c, rounded once.
+CKPT_HD float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+CKPT_HD double multiply_add(double a, double b, double c) { return fma(a, b, c); }
+
+// 1 / sqrt(sum / n + eps), rounded once: a norm's backward over few columns takes the difference of nearly equal numbers.
+// What the division, the addition and the root lost is added back by a Newton step, where that is finite.
+CKPT_HD float inverse_root_mean(float sum, int64_t n, float eps) {
+  const float count = float(n), q = sum / count, v = q + eps, added = v - q;
+  const float lost = fmaf(-q, count, sum) / count + (q - (v - added)) + (eps - added);
+  const float r = 1.f / sqrtf(v), t = v * r;
+  const float miss = fmaf(-t, r, 1.f) - fmaf(v, r, -t) * r - lost * r * r;
+  return fabsf(miss) < 1.f ? r + 0.5f * r * miss : r;
+}
+CKPT_HD double inverse_root_mean(double sum, int64_t n, double eps) { return 1.0 / sqrt(sum / double(n) + eps); }
 
 }  // namespace ckpt

@@ -1,6 +1,6 @@
 // A row's statistics, in parts that merge: each thread takes some of the row, and any tree of merges gives the whole.
 // Means and squared deviations: Chan, Golub, LeVeque, "Updating formulae", Stanford STAN-CS-79-773; nothing cancels.
-// A: float or double. Every part has add(values, n), merge(part) and finish(count, eps), which gives 1 / sqrt(.. + eps).
+// A: float or double. Every part has add(values, n), merge(part) and finish(columns, eps), which gives 1 / sqrt(.. + eps).
 #pragma once
 #include "scalar.h"
 #include <cstdint>
@@ -33,7 +33,7 @@ struct Welford {
     count = total;
   }
 
-  CKPT_HD A finish(int64_t n, A eps) const { return inverse_sqrt(m2 / A(n) + eps); }
+  CKPT_HD A finish(int64_t n, A eps) const { return inverse_root_mean(m2, n, eps); }
 };
 
 template <typename A>
@@ -46,7 +46,7 @@ struct SumOfSquares {
   }
 
   CKPT_HD void merge(const SumOfSquares& b) { sum += b.sum; }
-  CKPT_HD A finish(int64_t n, A eps) const { return inverse_sqrt(sum / A(n) + eps); }
+  CKPT_HD A finish(int64_t n, A eps) const { return inverse_root_mean(sum, n, eps); }
 };
 
 // Two sums at once: those of a norm's backward.

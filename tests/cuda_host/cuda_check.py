@@ -1,0 +1,106 @@
+"""Compiles every CUDA kernel for every target with nvcc, no GPU needed: registers, spills and shared memory of each.
+
+    python tests/cuda_host/cuda_check.py [--arch 90] [--only layer_norm] [--json FILE]
+
+Fails where a kernel spills. Torch is not needed: the kernels know none of it.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parent.parent.parent / "csrc" / "cuda"
+TARGETS = ("80", "90", "100", "120")
+ENTRY = re.compile(
+    r"Compiling entry function '(?P<symbol>\S+)' for .*?"
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
+    r"Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
+    re.DOTALL,
+)
+
+
+def compile_one(source, target, folder):
+    """The kernels of a file for a target: a dict each."""
+    command = ["nvcc", "-std=c++17", "-O3", f"-gencode=arch=compute_{target},code=sm_{target}", "-Xptxas", "-v", "-c"]
+    result = subprocess.run(
+        [*command, str(source), "-o", str(folder / f"{source.stem}_{target}.o")], capture_output=True, text=True
+    )
+    if result.returncode:
+        raise SystemExit(f"{source.name} does not compile for sm_{target}:\n{result.stderr}")
+    kernels = [match.groupdict() for match in ENTRY.finditer(result.stderr)]
+    if len(kernels) != result.stderr.count("Compiling entry function"):
+        raise SystemExit(f"ptxas said something else of {source.name}:\n{result.stderr}")
+    return [
+        {
+            "file": source.name,
+            "target": f"sm_{target}",
+            "symbol": kernel["symbol"],
+            "registers": int(kernel["registers"]),
+            "spills": int(kernel["stores"]) + int(kernel["loads"]),
+            "shared": int(found.group(1)) if (found := re.search(r"(\d+) bytes smem", kernel["rest"])) else 0,
+        }
+        for kernel in kernels
+    ]
+
+
+def readable(symbols):
+    """Names of kernels without what is the same in all of them."""
+    tool = shutil.which("cu++filt") or shutil.which("c++filt")
+    if tool is None:
+        return {symbol: symbol for symbol in symbols}
+    names = subprocess.run([tool], input="\n".join(symbols), capture_output=True, text=True, check=True).stdout.splitlines()
+    return {symbol: _short(name) for symbol, name in zip(symbols, names)}
+
+
+def _short(name):
+    name = re.sub(r"^void |ckpt::cuda::|ckpt::|\(anonymous namespace\)::|_GLOBAL__N__\w+::|\(bool\)|\(int\)|__nv_|__", "", name)
+    return name[: name.index(">(") + 1] if ">(" in name else name.split("(")[0]
+
+
+def show(kernels, seconds):
+    names = readable(sorted({kernel["symbol"] for kernel in kernels}))
+    targets = sorted({kernel["target"] for kernel in kernels}, key=lambda t: int(t[3:]))
+    by_name = {}
+    for kernel in kernels:
+        by_name.setdefault((kernel["file"], names[kernel["symbol"]]), {})[kernel["target"]] = kernel
+    print(f"{'registers on ' + ', '.join(targets):<34} dynamic shared memory is set at launch; s: spilled bytes")
+    for (file, name), found in sorted(by_name.items()):
+        cells = [f"{found[t]['registers']}{'s%d' % found[t]['spills'] if found[t]['spills'] else ''}" for t in targets if t in found]
+        print(f"{file:<22}{' '.join(f'{cell:>6}' for cell in cells)}  {name}")
+    spilled = [kernel for kernel in kernels if kernel["spills"]]
+    print(f"{len(by_name)} kernels, {len(targets)} targets, {len(spilled)} spill, {seconds:.0f} s")
+    return spilled
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", action="append", help=f"a target, by default all of {', '.join(TARGETS)}")
+    parser.add_argument("--only", action="append", help="the stem of a file")
+    parser.add_argument("--json", type=Path, help="also write what is shown there")
+    options = parser.parse_args()
+    if shutil.which("nvcc") is None:
+        print("cuda-check: skipped, there is no nvcc on PATH")
+        return 0
+    sources = [path for path in sorted(CSRC.glob("*.cu")) if not options.only or path.stem in options.only]
+    jobs = [(source, target) for source in sources for target in options.arch or TARGETS]
+    jobs.sort(key=lambda job: -job[0].stat().st_size)  # the longest first
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        kernels = [k for found in pool.map(lambda job: compile_one(*job, Path(folder)), jobs) for k in found]
+    seconds = time.monotonic() - start
+    spilled = show(kernels, seconds)
+    if options.json:
+        options.json.write_text(json.dumps({"seconds": seconds, "kernels": kernels}, indent=1) + "\n")
+    return 1 if spilled else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
