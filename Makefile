@@ -16,7 +16,7 @@ library = $(shell $${CXX:-c++} -print-file-name=$(1))
 # The sanitizer's run time must come first in the process; torch's own leaks are not ours to report.
 ASAN_ENV = LD_PRELOAD="$(call library,libasan.so) $(call library,libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 CKPT_OPS_SANITIZE=address
 
-.PHONY: help demo test test-asan lint bench clean
+.PHONY: help demo test test-asan test-cuda-host cuda-check lint bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,12 @@ test-asan: .venv/.package  ## the op tests on an extension with the address sani
 	@echo "compiling the kernels with the address sanitizer: a minute or two, once"
 	CKPT_OPS_SANITIZE=address CKPT_OPS_VARIANTS=$(BEST) $(BIN)/python setup.py -q build --build-base $(ASAN) --build-lib $(ASAN)/lib
 	$(ASAN_ENV) $(BIN)/python -m pytest -o pythonpath="$(ASAN)/lib ." tests/ops $(ARGS)
+
+test-cuda-host: .venv/.built-best  ## the CUDA kernels on the CPU: values, sanitizers, race checker (CUDA's headers suffice)
+	CKPT_OPS_TEST_BACKENDS=cuda-host $(BIN)/python -m pytest tests/test_cuda_host.py tests/test_mask.py tests/ops $(ARGS)
+
+cuda-check:  ## compiles every CUDA kernel for every target: registers, spills, shared memory (nvcc, no GPU)
+	$(PYTHON) tests/cuda_host/cuda_check.py $(ARGS)
 
 lint: .venv/.package  ## ruff: rules and format
 	$(BIN)/ruff check .

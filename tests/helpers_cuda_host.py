@@ -4,6 +4,7 @@ Only headers of CUDA are needed: the toolkit's, or those of the nvidia-cuda-runt
 
     CKPT_CUDA_HOST_BUILD=values|asan|race    plain; address and undefined-behaviour sanitizers; a checker of data races
     CKPT_CUDA_HOST_ORDER=forward|reverse|random    of blocks, warps and lanes
+    CKPT_CUDA_HOST_LIBRARY=FILE    a library that `build` has made
 """
 
 import concurrent.futures
@@ -54,17 +55,30 @@ def add_backend():
     reason = why_not()
     if reason is None:
         library.add_namespace(NAMESPACE)
-        torch.ops.load_library(build(os.environ.get("CKPT_CUDA_HOST_BUILD", "values")))
+        given = os.environ.get("CKPT_CUDA_HOST_LIBRARY")
+        torch.ops.load_library(given or build(os.environ.get("CKPT_CUDA_HOST_BUILD", "values")))
     dispatch.add_backend(NAME, NAMESPACE, ("cpu",), reason=reason, lacks={"attention": "it has no attention"})
 
 
-def build(variant, csrc=ROOT / "csrc"):
-    """The library of a variant. An object is compiled anew where it, a header of its or a flag has changed."""
+def asan_environment():
+    """What loads the build with sanitizers: their run time first. torch's own leaks are not ours to report."""
+    names = ("libasan.so", "libubsan.so", "libstdc++.so.6")
+    paths = (_output(["g++", f"-print-file-name={name}"]) for name in names)
+    return {"LD_PRELOAD": " ".join(paths), "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+
+
+def build(variant, planted=None, stem=None):
+    """The library of a variant. An object is compiled anew where it, a header of its or a flag has changed.
+
+    planted: another csrc, that csrc/cuda/{stem}.cu is taken from.
+    """
     folder = ROOT / "build" / "cuda-host" / variant
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        kernels, bindings = sorted(csrc.glob("cuda/*.cu")), sorted(csrc.glob("cuda/*.cpp"))
+        csrc = ROOT / "csrc" / "cuda"
+        kernels, bindings = sorted(csrc.glob("*.cu")), sorted(csrc.glob("*.cpp"))
+        kernels = [planted / "cuda" / path.name if planted and path.stem == stem else path for path in kernels]
         runtime = [RUNTIME / "fibres.cpp", *([RUNTIME / "race_check.cpp"] if variant == "race" else [])]
         torch_flags = [flag for path in _torch_includes() for flag in ("-isystem", path)]
         binding_flags = ["-O1", *torch_flags, *LINK_FLAGS[variant]]
@@ -74,7 +88,7 @@ def build(variant, csrc=ROOT / "csrc"):
             *((path, binding_flags) for path in bindings),
             *((path, ["-O2", *hook]) for path in runtime),  # never instrumented: it switches stacks
         ]
-        objects = list(pool.map(lambda job: _compile(*job, folder, csrc), jobs))
+        objects = list(pool.map(lambda job: _compile(*job, folder), jobs))
         digest = hashlib.sha256("".join(map(str, objects)).encode()).hexdigest()[:16]
         target = folder / f"kernels_{digest}.so"
         if not target.exists():
@@ -83,7 +97,7 @@ def build(variant, csrc=ROOT / "csrc"):
     return target
 
 
-def _compile(source, flags, folder, csrc):
+def _compile(source, flags, folder):
     command = ["g++", *_COMMON, *flags, f"-I{RUNTIME}", "-isystem", str(includes()), "-x", "c++", "-c"]
     digest = hashlib.sha256(repr((command, torch.__version__)).encode())
     for path in sorted(_closure(source, (source.parent, RUNTIME))):
@@ -115,6 +129,10 @@ def _torch_includes():
 
 def _torch_libraries():
     return [Path(torch.__file__).parent / "lib"]
+
+
+def _output(command):
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _run(command):

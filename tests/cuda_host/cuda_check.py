@@ -65,6 +65,10 @@ def _short(name):
     return name[: name.index(">(") + 1] if ">(" in name else name.split("(")[0]
 
 
+def _cell(kernel):
+    return f"{kernel['registers']}s{kernel['spills']}" if kernel["spills"] else str(kernel["registers"])
+
+
 def show(kernels, seconds):
     names = readable(sorted({kernel["symbol"] for kernel in kernels}))
     targets = sorted({kernel["target"] for kernel in kernels}, key=lambda t: int(t[3:]))
@@ -73,7 +77,7 @@ def show(kernels, seconds):
         by_name.setdefault((kernel["file"], names[kernel["symbol"]]), {})[kernel["target"]] = kernel
     print(f"{'registers on ' + ', '.join(targets):<34} dynamic shared memory is set at launch; s: spilled bytes")
     for (file, name), found in sorted(by_name.items()):
-        cells = [f"{found[t]['registers']}{'s%d' % found[t]['spills'] if found[t]['spills'] else ''}" for t in targets if t in found]
+        cells = [_cell(found[target]) for target in targets if target in found]
         print(f"{file:<22}{' '.join(f'{cell:>6}' for cell in cells)}  {name}")
     spilled = [kernel for kernel in kernels if kernel["spills"]]
     print(f"{len(by_name)} kernels, {len(targets)} targets, {len(spilled)} spill, {seconds:.0f} s")
