@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ._launch import INTERPRETED, launch
+from ._launch import INTERPRETED, CompileCase, launch
 
 
 class Tile(NamedTuple):
@@ -89,3 +89,24 @@ def _milliseconds(run, tile):
         return triton.testing.do_bench(lambda: run(tile), warmup=5, rep=20, return_mode="median")
     except triton.runtime.errors.OutOfResources:
         return float("inf")
+
+
+def compile_cases(kernel, name):
+    """A pass at its main configurations: bfloat16, causal, with dropout; each target with the first tile of its list."""
+    types = {
+        "seed_ptr": "*i64",
+        "mask_ptr": None,
+        "scale": "fp32",
+        **dict.fromkeys(("lse_ptr", "lse2_ptr", "delta_ptr"), "*fp32"),
+    }
+    types |= dict.fromkeys(("do_ptr", "q_ptr", "k_ptr", "v_ptr", "o_ptr", "dq_ptr", "dk_ptr", "dv_ptr"), "*bf16")
+    cases = []
+    for size in (64, 128, 256):
+        constants = dict(D=size, DV=size, CAUSAL=1, MASK=0, DROPOUT=True, BLOCK_D=size, BLOCK_DV=size)
+        arguments = {n: "i32:16" if n.startswith("stride") else "i32" for n in kernel.arg_names}
+        arguments |= {n: value for n, value in {**types, **constants}.items() if n in arguments}
+        first = {architecture: tiles(architecture, name, size)[0]._asdict() for architecture in TILES}
+        differs = first | {"sm_100": first["sm_90"]}
+        arguments |= {n: first["sm_90"][n] for n in ("BLOCK_M", "BLOCK_N")}
+        cases.append(CompileCase(f"bf16 causal dropout {size}", kernel, arguments, differs=differs))
+    return tuple(cases)

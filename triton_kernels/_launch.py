@@ -77,6 +77,13 @@ class CompileCase(NamedTuple):
     num_warps: int = 4
     num_stages: int = 3
     wide: bool = True  # its accesses must be 128 bits wide
+    differs: dict = {}  # by target: the arguments, num_warps, num_stages that differ there
+
+    def on(self, target):
+        """The case as a target has it."""
+        arguments = {**self.arguments, **self.differs.get(target, {})}
+        options = {n: arguments.pop(n, getattr(self, n)) for n in ("num_warps", "num_stages")}
+        return self._replace(arguments=arguments, **options)
 
 
 class MaskArguments(NamedTuple):

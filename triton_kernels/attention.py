@@ -24,7 +24,7 @@ from ._attention_tile import (
     tile_offsets,
     true_scale,
 )  # fmt: skip
-from ._attention_tiles import tiled
+from ._attention_tiles import compile_cases, tiled
 from ._math import keep_tile, seed_key
 from .attention_bwd import attention_bwd
 
@@ -95,6 +95,9 @@ def _attention_fwd_kernel(
     tl.store(lse_ptr + head * Nq + i, lse, mask=i < Nq)
     o_ptr += ((b * Nq + i0) * heads + h) * DV
     store_tile(o_ptr + tile_offsets(BLOCK_M, BLOCK_DV, int64(heads * DV)), acc * factor[:, None], i, Nq, DV)
+
+
+COMPILE_CASES = compile_cases(_attention_fwd_kernel, "fwd")
 
 
 def attention_fwd(q, k, v, attn_mask, causal, scale, seed, p, stream, origin, heads_total):

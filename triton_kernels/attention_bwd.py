@@ -33,8 +33,8 @@ from ._attention_tile import (
     tile_offsets,
     true_scale,
 )
-from ._attention_tiles import tiled
-from ._launch import launch
+from ._attention_tiles import compile_cases, tiled
+from ._launch import CompileCase, launch
 from ._math import keep_tile, seed_key
 
 ROWS = 128  # statistics of queries are padded to a multiple of it, and so of every tile
@@ -203,6 +203,27 @@ def _attention_bwd_dq_kernel(
     store_tile(dq_ptr + tile_offsets(BLOCK_M, BLOCK_D, int64(heads * D)), dq * scale, i, Nq, D)
 
 
+COMPILE_CASES = (
+    CompileCase(
+        "bf16 128",
+        _attention_bwd_rows_kernel,
+        {
+            **{
+                n: "*bf16" if n in ("do_ptr", "o_ptr") else "*fp32"
+                for n in ("do_ptr", "o_ptr", "lse_ptr", "lse2_ptr", "delta_ptr")
+            },
+            **{f"stride_{t}{d}": "i32:16" for t in ("do", "o") for d in "bhm"},
+            **dict.fromkeys(("rows", "heads", "Nq", "threshold"), "i32"),
+            **dict(DV=128, DROPOUT=True, BLOCK_M=ROWS, BLOCK_DV=128),
+        },
+        num_warps=8,
+        wide=False,  # it stores a number a row
+    ),
+    *compile_cases(_attention_bwd_dkdv_kernel, "dkdv"),
+    *compile_cases(_attention_bwd_dq_kernel, "dq"),
+)
+
+
 def attention_bwd(do, q, k, v, o, lse, attn_mask, causal, scale, seed, p, stream, origin, heads_total):
     batch, heads, queries, _ = q.shape
     kv_heads, keys = k.shape[1:3]
@@ -219,7 +240,7 @@ def attention_bwd(do, q, k, v, o, lse, attn_mask, causal, scale, seed, p, stream
     launch(
         _attention_bwd_rows_kernel, (batch * heads * rows // ROWS,), q,
         do, o, lse.contiguous(), lse2, delta, *do.stride()[:3], *o.stride()[:3], rows, heads, queries, call.threshold,
-        DV=v.shape[3], DROPOUT=call.constants["DROPOUT"], BLOCK_M=ROWS, BLOCK_DV=padded(v.shape[3]),
+        DV=v.shape[3], DROPOUT=call.constants["DROPOUT"], BLOCK_M=ROWS, BLOCK_DV=padded(v.shape[3]), num_warps=8,
     )  # fmt: skip
     shape = (batch * heads, call.group, queries, keys)
     strides = (*do.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
