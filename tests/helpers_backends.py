@@ -17,6 +17,7 @@ if not GPU:
 
 import ckpt_ops  # noqa: E402
 import helpers_cuda_host  # noqa: E402
+import helpers_triton_interpreter  # noqa: E402
 
 # Where each backend's inputs live. cuda-host: the CUDA kernels, compiled for the CPU.
 DEVICES = {"reference": "cpu", "cpu": "cpu", "triton": "cuda" if GPU else "cpu", "cuda-host": "cpu"}
@@ -49,7 +50,10 @@ def ready():
     states = ckpt_ops.backends()
     if os.environ.get("CI") and (missing := [f"{name}: {states[name]}" for name in names if states[name] != "ready"]):
         raise RuntimeError("in CI every backend under test must be ready; " + "; ".join(missing))
-    return [name for name in names if states[name] == "ready"]
+    names = [name for name in names if states[name] == "ready"]
+    if "triton" in names and DEVICES["triton"] == "cpu":
+        helpers_triton_interpreter.round_to_nearest_even()
+    return names
 
 
 def unserved(item):
