@@ -47,7 +47,7 @@ struct BackwardRow {
       A b[kPack];
       affine.bias.load(c, n, wide, A(0), b);
 #pragma unroll
-      for (int k = 0; k < kPack; ++k) t.xhat[k] = k < n ? (t.xhat[k] - b[k]) * (A(1) / t.w[k]) : A(0);
+      for (int k = 0; k < kPack; ++k) t.xhat[k] = k < n ? (t.xhat[k] - b[k]) * inverse(t.w[k]) : A(0);
     } else {
 #pragma unroll
       for (int k = 0; k < kPack; ++k) t.xhat[k] = k < n ? (t.xhat[k] - s.mean) * s.rstd : A(0);

@@ -32,6 +32,17 @@ CKPT_HD double normal_cdf(double x) { return 0.5 * erfc(-0.7071067811865476 * x)
 CKPT_HD float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 CKPT_HD double multiply_add(double a, double b, double c) { return fma(a, b, c); }
 
+// 1 / x for an ordinary x. CUDA's own division is a call, for the sake of the smallest and largest numbers.
+CKPT_HD float inverse(float x) {
+#ifdef __CUDA_ARCH__
+  const float r = __fdividef(1.f, x);
+  return fmaf(fmaf(-x, r, 1.f), r, r);
+#else
+  return 1.f / x;
+#endif
+}
+CKPT_HD double inverse(double x) { return 1.0 / x; }
+
 // 1 / sqrt(sum / n + eps), rounded once: a norm's backward over few columns takes the difference of nearly equal numbers.
 // What the division, the addition and the root lost is added back by a Newton step, where that is finite.
 CKPT_HD float inverse_root_mean(float sum, int64_t n, float eps) {
