@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STEMS = sorted(p.stem for p in (ROOT / "ckpt_ops" / "ops").glob("[a-z]*.py"))
 # An op's functions (also in the reference and, with _fwd and _bwd, the schemas) where they are not named as its stem.
 FUNCTIONS = {"dropout_add_norm": ("dropout_add_layer_norm", "dropout_add_rms_norm")}
+NOT_WRITTEN = ("csrc/cuda/attention.cu",)  # on GPUs attention is Triton's
 PUBLIC = {"attention": "scaled_dot_product_attention"}
 
 
@@ -29,8 +30,9 @@ def schema_names():
 
 def _parts(stem):
     """Each part an op is made of, and whether it is there."""
-    yield f"csrc/cpu/{stem}.cpp", (ROOT / "csrc" / "cpu" / f"{stem}.cpp").exists()
-    yield f"tests/ops/test_{stem}.py", (ROOT / "tests" / "ops" / f"test_{stem}.py").exists()
+    files = [f"csrc/cpu/{stem}.cpp", f"csrc/cuda/{stem}.cu", f"triton_kernels/{stem}.py", f"tests/ops/test_{stem}.py"]
+    for file in files:
+        yield file, (ROOT / file).exists() or file in NOT_WRITTEN
     yield f"a case in bench/cases.py with stem {stem!r}", any(case.stem == stem for case in bench.cases.small())
     yield f"an Op in tests/helpers_ops.py with stem {stem!r}", any(op.stem == stem for op in ALL_OPS)
     for name in functions(stem):
