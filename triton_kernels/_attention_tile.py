@@ -32,7 +32,8 @@ def base_2(scale, C: tl.constexpr):
     """The scale of base-2 scores. In float64 it lies in q already (an argument is a float32) and is 1."""
     if tl.float64 == C:
         return tl.full((), LOG2_E, tl.float64)
-    return scale * LOG2_E
+    else:
+        return scale * LOG2_E
 
 
 @triton.jit

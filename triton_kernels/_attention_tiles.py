@@ -42,7 +42,8 @@ TILES = {
         "dq": ((Tile(64, 64, 4, 1),), (Tile(64, 32, 4, 1),), (Tile(32, 32, 4, 1),)),
     },
 }
-WIDE = Tile(32, 32, 4, 1)  # float32 and float64: no tensor core takes them unrounded, or only in small pieces
+# float32 and float64: no tensor core takes them unrounded, or only in small pieces.
+WIDE = Tile(16, 32, 8, 1)
 SMALL = Tile(64, 64, 4, 1)  # the interpreter takes as long for a tile of any size; several still make a test's shape
 
 _measured = {}
@@ -92,21 +93,17 @@ def _milliseconds(run, tile):
 
 
 def compile_cases(kernel, name):
-    """A pass at its main configurations: bfloat16, causal, with dropout; each target with the first tile of its list."""
-    types = {
-        "seed_ptr": "*i64",
-        "mask_ptr": None,
-        "scale": "fp32",
-        **dict.fromkeys(("lse_ptr", "lse2_ptr", "delta_ptr"), "*fp32"),
-    }
-    types |= dict.fromkeys(("do_ptr", "q_ptr", "k_ptr", "v_ptr", "o_ptr", "dq_ptr", "dk_ptr", "dv_ptr"), "*bf16")
+    """A pass at its main configurations, causal with dropout: bfloat16 with the first tile of each target, and float64."""
+    inputs = ("do_ptr", "q_ptr", "k_ptr", "v_ptr", "o_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
+    statistics = ("lse_ptr", "lse2_ptr", "delta_ptr")
     cases = []
-    for size in (64, 128, 256):
-        constants = dict(D=size, DV=size, CAUSAL=1, MASK=0, DROPOUT=True, BLOCK_D=size, BLOCK_DV=size)
-        arguments = {n: "i32:16" if n.startswith("stride") else "i32" for n in kernel.arg_names}
-        arguments |= {n: value for n, value in {**types, **constants}.items() if n in arguments}
-        first = {architecture: tiles(architecture, name, size)[0]._asdict() for architecture in TILES}
+    for dtype, size in (("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp64", 64)):
+        given = dict(seed_ptr="*i64", mask_ptr=None, scale="fp32", CAUSAL=1, MASK=0, DROPOUT=True)
+        given |= dict.fromkeys(inputs, f"*{dtype}") | dict.fromkeys(statistics, "*fp64" if dtype == "fp64" else "*fp32")
+        given |= dict.fromkeys(("D", "DV", "BLOCK_D", "BLOCK_DV"), size)
+        first = {target: (WIDE if dtype == "fp64" else tiles(target, name, size)[0])._asdict() for target in TILES}
+        given |= {n: first["sm_90"][n] for n in ("BLOCK_M", "BLOCK_N")}
+        arguments = {n: given.get(n, "i32:16" if n.startswith("stride") else "i32") for n in kernel.arg_names}
         differs = first | {"sm_100": first["sm_90"]}
-        arguments |= {n: first["sm_90"][n] for n in ("BLOCK_M", "BLOCK_N")}
-        cases.append(CompileCase(f"bf16 causal dropout {size}", kernel, arguments, differs=differs))
+        cases.append(CompileCase(f"{dtype} causal dropout {size}", kernel, arguments, wide=dtype == "bf16", differs=differs))
     return tuple(cases)
