@@ -13,6 +13,7 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 recipe = runpy.run_path(str(ROOT / "ckpt_ops" / "_compile.py"))
+cuda = runpy.run_path(str(ROOT / "ckpt_ops" / "_compile_cuda.py"))
 
 
 def variants():
@@ -30,10 +31,31 @@ def why_pure():
     return recipe["compiler_problem"]()
 
 
-def native_arguments():
-    """What setup() needs to build the extension: one library for each instruction set."""
+def cuda_plan():
+    """(toolkit, targets) for the CUDA kernels, or (None, why not); ends the build where they are demanded."""
     import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+    try:
+        toolkit = cuda["find_toolkit"](torch.__version__, torch.version.cuda)
+        return toolkit, cuda["targets"](toolkit)
+    except cuda["CannotCompileError"] as error:
+        refuse_if_cuda_is_demanded(error)
+        return None, str(error)
+
+
+def refuse_if_cuda_is_demanded(reason):
+    if os.environ.get("CKPT_OPS_CUDA") not in (None, "", "0"):
+        raise SystemExit(f"ckpt_ops: CKPT_OPS_CUDA={os.environ['CKPT_OPS_CUDA']}, and no CUDA kernels can be built: {reason}")
+
+
+def native_arguments():
+    """What setup() needs to build the extension: one library for each instruction set, and one for CUDA."""
+    import torch
+    from setuptools import Extension
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
+
+    toolkit, targets = cuda_plan()
+    cuda_name = "ckpt_ops._C_cuda"
 
     class Build(BuildExtension):
         def run(self):
@@ -42,6 +64,15 @@ def native_arguments():
             self.write_build_info()
 
         def build_extension(self, ext):
+            if ext.name == cuda_name:
+                torch_folders = include_paths(), Path(torch.__file__).parent / "lib"
+                temp = os.path.join(self.build_temp, ext.name)
+                path = self.get_ext_fullpath(ext.name)
+                try:
+                    cuda["build"](csrc, toolkit, targets, path, temp, torch_folders, recipe["compiler"]())
+                except RuntimeError as error:
+                    raise SystemExit(f"{error}\nckpt_ops: CKPT_OPS_CUDA=0 leaves the CUDA kernels out") from None
+                return
             # Objects of two variants have the same names: a folder each.
             temp, self.build_temp = self.build_temp, os.path.join(self.build_temp, ext.name)
             super().build_extension(ext)
@@ -50,10 +81,13 @@ def native_arguments():
         def write_build_info(self):
             """Beside the libraries: what native.py must know before it loads one."""
             files = {ext.name.rpartition("_")[2]: Path(self.get_ext_fullpath(ext.name)) for ext in self.extensions}
+            gpu = files.pop("cuda", None)
             info = {
                 "torch": torch.__version__,
+                "torch_cuda": torch.version.cuda,
                 "compiler": recipe["compiler"](),
                 "variants": {name: {"file": path.name, "flags": recipe["compile_flags"](name)} for name, path in files.items()},
+                "cuda": {"file": gpu.name, "targets": targets, "nvcc": toolkit.version} if gpu else {"why_not": targets},
             }
             for folder in {path.parent for path in files.values()}:
                 (folder / "_build_info.json").write_text(json.dumps(info, indent=1) + "\n")
@@ -70,15 +104,18 @@ def native_arguments():
         )
         for variant in variants()
     ]
+    if toolkit:
+        extensions.append(Extension(cuda_name, []))  # no sources: torch would look for a toolkit of its own
     return {"ext_modules": extensions, "cmdclass": {"build_ext": Build}}
 
 
 if reason := why_pure():
+    refuse_if_cuda_is_demanded(reason)
     print(f"ckpt_ops: no native extension is built: {reason}", file=sys.stderr)
 
 setup(
     packages=[*find_packages(include=["ckpt_ops*"]), "ckpt_ops.csrc", "ckpt_ops.triton_kernels"],
     package_dir={"ckpt_ops.csrc": "csrc", "ckpt_ops.triton_kernels": "triton_kernels"},
-    package_data={"ckpt_ops.csrc": ["*/*.h", "*/*.cpp"]},
+    package_data={"ckpt_ops.csrc": ["*/*.h", "*/*.cpp", "*/*.cu"]},
     **({} if reason else native_arguments()),
 )

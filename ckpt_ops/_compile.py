@@ -88,6 +88,12 @@ def _runs(command):
     return subprocess.run([*command, "--version"], capture_output=True, check=False).returncode == 0
 
 
+def first_error(text):
+    """The line of a compiler's output that matters."""
+    lines = text.strip().splitlines() or [text]
+    return next((line for line in lines if "error:" in line), lines[0])
+
+
 @contextlib.contextmanager
 def scripts_on_path():
     """Adds this Python's scripts folder to PATH: there lies the ninja that pip installed, venv active or not."""

@@ -11,7 +11,7 @@ import warnings
 
 import torch
 
-from . import native, triton_backend
+from . import native, native_cuda, triton_backend
 
 BACKENDS = ("reference", "cpu", "cuda", "triton")
 NAMESPACE = {"cpu": "ckpt_ops", "cuda": "ckpt_ops", "triton": "ckpt_ops_triton"}
@@ -35,7 +35,7 @@ def not_ready(backend):
     if backend == "cpu":
         return native.why_not()
     if backend == "cuda":
-        return "this version has no CUDA C++ kernels"
+        return native_cuda.why_not()
     if backend == "triton":
         return triton_backend.why_not()
     return _not_ready.get(backend)

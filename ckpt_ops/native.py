@@ -159,7 +159,7 @@ def _compile_on_first_use():
     except (RuntimeError, ImportError, OSError) as error:
         if fresh:
             _say("failed\n")
-        return f"compiling it on first use failed: {_first_error(str(error))}"
+        return f"compiling it on first use failed: {_compile.first_error(str(error))}"
     if fresh:
         _say(f"{time.monotonic() - start:.0f} s\n")
     _publish(module)
@@ -169,12 +169,6 @@ def _compile_on_first_use():
 def _both(problem):
     """Why no library built ahead of time serves, and why none is compiled now: once where it is the same."""
     return problem if problem == _prebuilt_problem else f"{_prebuilt_problem}; {problem}"
-
-
-def _first_error(text):
-    """The line of a compiler's output that matters."""
-    lines = text.strip().splitlines() or [text]
-    return next((line for line in lines if "error:" in line), lines[0])
 
 
 def _say(text):
