@@ -2,12 +2,13 @@
 
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
+CUDA_TORCH ?= torch==2.14.1
 ARGS   ?=
 
 BIN := .venv/bin
 # Objects and stamps stay in build/ and .venv/: a second run compiles only what changed.
 TORCH_STAMP := .venv/.torch-$(shell printf %s '$(TORCH)' | tr -c 'A-Za-z0-9.' _)
-SOURCES := $(wildcard csrc/*/*.h csrc/*/*.cpp) setup.py ckpt_ops/_compile.py
+SOURCES := $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu) setup.py $(wildcard ckpt_ops/_compile*.py)
 # The one instruction set that this machine will load, where all of them are not needed.
 BEST := $(shell grep -qsw avx2 /proc/cpuinfo && echo avx2 || echo default)
 
@@ -16,7 +17,7 @@ library = $(shell $${CXX:-c++} -print-file-name=$(1))
 # The sanitizer's run time must come first in the process; torch's own leaks are not ours to report.
 ASAN_ENV = LD_PRELOAD="$(call library,libasan.so) $(call library,libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 CKPT_OPS_SANITIZE=address
 
-.PHONY: help demo test test-asan test-cuda-host cuda-check lint bench clean
+.PHONY: help demo test test-asan test-cuda-host cuda-check wheel-cuda lint bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,13 +32,16 @@ test: .venv/.built  ## the tests
 test-asan: .venv/.package  ## the op tests on an extension with the address sanitizer
 	@echo "compiling the kernels with the address sanitizer: a minute or two, once"
 	CKPT_OPS_SANITIZE=address CKPT_OPS_VARIANTS=$(BEST) $(BIN)/python setup.py -q build --build-base $(ASAN) --build-lib $(ASAN)/lib
-	$(ASAN_ENV) $(BIN)/python -m pytest -o pythonpath="$(ASAN)/lib ." tests/ops $(ARGS)
+	$(ASAN_ENV) CKPT_OPS_TEST_BACKENDS=cpu $(BIN)/python -m pytest -o pythonpath="$(ASAN)/lib ." tests/ops $(ARGS)
 
 test-cuda-host: .venv/.built-best  ## the CUDA kernels on the CPU: values, sanitizers, race checker (CUDA's headers suffice)
 	CKPT_OPS_TEST_BACKENDS=cuda-host $(BIN)/python -m pytest tests/test_cuda_host.py tests/test_mask.py tests/ops $(ARGS)
 
 cuda-check:  ## compiles every CUDA kernel for every target: registers, spills, shared memory (nvcc, no GPU)
 	$(PYTHON) tests/cuda_host/cuda_check.py $(ARGS)
+
+wheel-cuda:  ## a wheel with the CUDA kernels, built and installed in environments of its own (nvcc, 12 GB of disk, no GPU)
+	$(PYTHON) tests/install/cuda_wheel.py build/wheel-cuda --torch "$(CUDA_TORCH)" $(ARGS)
 
 lint: .venv/.package  ## ruff: rules and format
 	$(BIN)/ruff check .
