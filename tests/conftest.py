@@ -12,6 +12,10 @@ import torch
 from helpers_backends import DEVICES, READY, Backend, unserved  # isort: skip  (before ckpt_ops: it sets what Triton reads)
 
 import ckpt_ops
+import helpers_triton_patching
+
+if "triton" in READY and DEVICES["triton"] == "cpu":
+    helpers_triton_patching.patch_once()
 
 hypothesis.settings.register_profile(
     "ckpt_ops",
