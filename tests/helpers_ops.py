@@ -87,13 +87,18 @@ DROPOUT_ADD = Op(
 # --- norms ------------------------------------------------------------------------------------------------------
 
 
+def _columns(t):
+    """A norm's normalized_shape: its weight's."""
+    return t["weight"].shape if "weight" in t else t["x"].shape[-1:]
+
+
 def _layer_norm(x, t):
-    return F.layer_norm(x, x.shape[-1:], t.get("weight"), t.get("bias"), EPS)
+    return F.layer_norm(x, _columns(t), t.get("weight"), t.get("bias"), EPS)
 
 
 def _rms_norm(x, t, offset=0.0):
     weight = t.get("weight")
-    return F.rms_norm(x, x.shape[-1:], None if weight is None else weight + offset, EPS).to(x.dtype)
+    return F.rms_norm(x, _columns(t), None if weight is None else weight + offset, EPS).to(x.dtype)
 
 
 def layer_norm_op(save):
@@ -101,7 +106,7 @@ def layer_norm_op(save):
         f"layer_norm-{save}",
         "layer_norm",
         _rows("x", "weight", "bias"),
-        lambda t, **_: (ckpt_ops.layer_norm(t["x"], t["x"].shape[-1:], t.get("weight"), t.get("bias"), EPS, save=save),),
+        lambda t, **_: (ckpt_ops.layer_norm(t["x"], _columns(t), t.get("weight"), t.get("bias"), EPS, save=save),),
         lambda t, m: (_layer_norm(t["x"], t),),
         random=False,
     )
@@ -112,7 +117,7 @@ def rms_norm_op(save, offset=0.0):
         f"rms_norm-{save}" + (f"-offset{offset}" if offset else ""),
         "rms_norm",
         _rows("x", "weight"),
-        lambda t, **_: (ckpt_ops.rms_norm(t["x"], t["x"].shape[-1:], t.get("weight"), EPS, offset=offset, save=save),),
+        lambda t, **_: (ckpt_ops.rms_norm(t["x"], _columns(t), t.get("weight"), EPS, offset=offset, save=save),),
         lambda t, m: (_rms_norm(t["x"], t, offset),),
         random=False,
     )
@@ -137,7 +142,7 @@ DROPOUT_ADD_LAYER_NORM = Op(
     "dropout_add_norm",
     _rows("x", "residual", "input_bias", "weight", "bias"),
     lambda t, **k: ckpt_ops.dropout_add_layer_norm(
-        t["x"], t["residual"], t["x"].shape[-1:], t.get("weight"), t.get("bias"), EPS, input_bias=t.get("input_bias"), **k
+        t["x"], t["residual"], _columns(t), t.get("weight"), t.get("bias"), EPS, input_bias=t.get("input_bias"), **k
     ),
     _plain_dropout_add_layer_norm,
     outputs=("y", "r"),
@@ -147,7 +152,7 @@ DROPOUT_ADD_RMS_NORM = Op(
     "dropout_add_norm",
     _rows("x", "residual", "input_bias", "weight"),
     lambda t, **k: ckpt_ops.dropout_add_rms_norm(
-        t["x"], t["residual"], t["x"].shape[-1:], t.get("weight"), EPS, offset=1.0, input_bias=t.get("input_bias"), **k
+        t["x"], t["residual"], _columns(t), t.get("weight"), EPS, offset=1.0, input_bias=t.get("input_bias"), **k
     ),
     _plain_dropout_add_rms_norm,
     outputs=("y", "r"),

@@ -1,5 +1,7 @@
 """dropout_add_layer_norm and dropout_add_rms_norm: numerics, unused outputs, bytes, errors."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -37,6 +39,21 @@ def test_float32_parameters_with_16_bit_input(backend, op, dtype):
 @pytest.mark.parametrize("shape", [(5, 67), (2, 3, 4, 33)])
 def test_layouts(backend, op, shape, layout):
     assert_close_for(op, shape, torch.float32, backend.device, p=0.3, layout=layout)
+
+
+@ops
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize(
+    "shape, inner", [((5, 1, 7), 2), ((2, 3, 4, 5), 2), ((2, 3, 4, 5), 4), ((3, 4), 2), ((0, 3, 4), 2), ((4, 0, 3), 2)]
+)
+def test_normalized_shape_of_several_dimensions(backend, op, shape, inner, layout, p):
+    """weight and bias are of the last `inner` dimensions; input_bias and the mask's rows of the last one."""
+
+    def shapes(shape):
+        return {n: shape[-inner:] if n in ("weight", "bias") else size for n, size in op.shapes(shape).items()}
+
+    assert_close_for(replace(op, shapes=shapes), shape, torch.float32, backend.device, p=p, layout=layout)
 
 
 @ops
