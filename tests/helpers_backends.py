@@ -52,7 +52,7 @@ def ready():
         raise RuntimeError("in CI every backend under test must be ready; " + "; ".join(missing))
     names = [name for name in names if states[name] == "ready"]
     if "triton" in names and DEVICES["triton"] == "cpu":
-        helpers_triton_interpreter.round_to_nearest_even()
+        helpers_triton_interpreter.prepare()
     return names
 
 

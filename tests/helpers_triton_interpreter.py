@@ -1,7 +1,7 @@
-"""Triton's interpreter with the rounding of a GPU: float32 to bfloat16 goes to the nearest, ties to even.
+"""Triton's interpreter with the rounding of a GPU, and quicker (triton/runtime/interpreter.py, Triton 3.6 and 3.7).
 
-Its own cast cuts bits off, and its mode of rounding to nearest has neither ties to even nor the carry into the exponent
-(`_convert_float` of triton/runtime/interpreter.py, Triton 3.6 and 3.7).
+float32 to bfloat16 goes to the nearest, ties to even: its own cast cuts bits off, and its mode of rounding to nearest has
+neither ties to even nor the carry into the exponent. A multiply-add rounds once: its own rounds the product too.
 """
 
 import inspect
@@ -20,6 +20,44 @@ def bfloat16_bits(x):
 def float32_bits(bits):
     """The other way, which is exact: bfloat16 is the upper half of float32."""
     return bits.astype(np.uint32) << 16
+
+
+def multiply_add(x, y, z):
+    """x * y + z of float32, rounded once but for rare ties: in float64 the product is exact."""
+    return (x.astype(np.float64) * y + z).astype(np.float32) if z.dtype == np.float32 else x * y + z
+
+
+def prepare():
+    """Before any kernel runs."""
+    round_to_nearest_even()
+    fuse_multiply_add()
+    patch_language_once()
+
+
+def fuse_multiply_add():
+    from triton.runtime import interpreter
+
+    def create_fma(self, x, y, z):
+        return interpreter.TensorHandle(multiply_add(x.data, y.data, z.data), z.dtype.scalar)
+
+    if not callable(getattr(interpreter.InterpreterBuilder, "create_fma", None)):
+        raise RuntimeError("Triton's interpreter no longer builds multiply-adds by create_fma")
+    interpreter.InterpreterBuilder.create_fma = create_fma
+
+
+def patch_language_once():
+    """The interpreter replaces Triton's language at every launch and every call inside a kernel: a third of its time."""
+    from triton.runtime import interpreter
+
+    original, done = interpreter._patch_lang, set()
+
+    def patch(fn):
+        if fn.__module__ not in done:
+            original(fn)  # whose scope is not kept: nothing is put back
+            done.add(fn.__module__)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch
 
 
 def round_to_nearest_even():

@@ -8,7 +8,7 @@ import ckpt_ops
 from helpers_backends import DEVICES, READY
 from helpers_numerics import SEED
 from helpers_ops import DROPOUT, DROPOUT_ADD, DROPOUT_ADD_LAYER_NORM, DROPOUT_ADD_RMS_NORM, make, run
-from helpers_triton_interpreter import bfloat16_bits, float32_bits, round_to_nearest_even
+from helpers_triton_interpreter import bfloat16_bits, float32_bits, multiply_add, round_to_nearest_even
 
 interpreted = pytest.mark.skipif(
     "triton" not in READY or DEVICES["triton"] != "cpu", reason="the Triton backend is not under test in its interpreter"
@@ -89,3 +89,9 @@ def test_another_interpreter_is_noticed(monkeypatch):
         patch.setattr(interpreter.InterpreterBuilder, "cast_impl", cut)
         with pytest.raises(RuntimeError, match="no longer casts by _convert_float"):
             round_to_nearest_even()
+
+
+def test_a_multiply_add_rounds_once():
+    a = np.array([1 + 2.0**-12], np.float32)
+    assert multiply_add(a, a, -a * a).item() == 2.0**-24
+    assert multiply_add(-a, a, a * a).item() == -(2.0**-24)
