@@ -45,18 +45,39 @@ def store_statistics(mean_ptr, rstd_ptr, row, inside, mean, rstd):
 
 
 @triton.jit
+def inverse_root_mean(total, N, EPS: tl.constexpr):
+    """1 / sqrt(total / N + EPS), in float32 rounded once.  Twin: csrc/math/scalar.h.
+
+    The backward of few columns takes the difference of nearly equal numbers. What the division, the addition and the root
+    lost is added back by a Newton step, where that is finite.
+    """
+    q = total / N
+    v = q + EPS
+    r = 1 / tl.sqrt(v)
+    if total.dtype == tl.float64:
+        return r
+    else:
+        count = tl.zeros_like(total) + N
+        added = v - q
+        lost = tl.fma(-q, count, total) / N + (q - (v - added)) + (EPS - added)
+        t = v * r
+        miss = tl.fma(-t, r, 1.0) - tl.fma(v, r, -t) * r - lost * r * r
+        return tl.where(tl.abs(miss) < 1, r + 0.5 * r * miss, r)
+
+
+@triton.jit
 def statistics(x, inside, N, EPS: tl.constexpr, RMS: tl.constexpr):
     """(mean, rstd) of a tile's rows. Two passes, the second around the first one's mean: no cancellation."""
     if RMS:
         mean = tl.zeros([x.shape[0]], x.dtype)
-        variance = tl.sum(x * x, 1) / N
+        squares = tl.sum(x * x, 1)
     else:
         guess = tl.sum(x, 1) / N
         d = tl.where(inside, x - guess[:, None], 0.0)
         shift = tl.sum(d, 1) / N
         mean = guess + shift
-        variance = tl.maximum(tl.sum(d * d, 1) / N - shift * shift, 0.0)
-    return mean, 1 / tl.sqrt(variance + EPS)
+        squares = tl.maximum(tl.sum(d * d, 1) - shift * shift * N, 0.0)
+    return mean, inverse_root_mean(squares, N, EPS)
 
 
 @triton.jit
@@ -81,7 +102,7 @@ def welford_total(mean, m2, count, N, EPS: tl.constexpr, RMS: tl.constexpr):
         guess = tl.sum(mean * count, 1) / N
         total = guess + tl.sum((mean - guess[:, None]) * count, 1) / N
         m2 += (mean - total[:, None]) * (mean - total[:, None]) * count
-    return total, 1 / tl.sqrt(tl.sum(m2, 1) / N + EPS)
+    return total, inverse_root_mean(tl.sum(m2, 1), N, EPS)
 
 
 @triton.jit
@@ -103,7 +124,7 @@ def grad_means(g, xhat, c1_ptr, c2_ptr, row, M, N, RMS: tl.constexpr):
 
 @triton.jit
 def grad_input(g, xhat, rstd, c1, c2, RMS: tl.constexpr):
-    return (g - xhat * c2) * rstd if RMS else (g - c1 - xhat * c2) * rstd
+    return tl.fma(-xhat, c2, g if RMS else g - c1) * rstd
 
 
 # --- parameter gradients in two stages, without atomics ------------------------------------------------------------------
