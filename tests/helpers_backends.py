@@ -18,9 +18,11 @@ if not GPU:
 import ckpt_ops  # noqa: E402
 import helpers_cuda_host  # noqa: E402
 import helpers_triton_interpreter  # noqa: E402
+from helpers_ops import ALL_OPS, EACH_OP  # noqa: E402
 
 # Where each backend's inputs live. cuda-host: the CUDA kernels, compiled for the CPU.
 DEVICES = {"reference": "cpu", "cpu": "cpu", "triton": "cuda" if GPU else "cpu", "cuda-host": "cpu"}
+OF_ALL_OPS = [f"test_{name}.py" for name in ("a_masks", "b_norms", "e_saved", "i_functional", "every_op", "mask")]
 SLOW = ("cuda-host",) if GPU else ("triton", "cuda-host")  # backends that get the small shapes only
 
 
@@ -34,9 +36,18 @@ class Backend:
         """Whether kernels serve it: those keep little and have no second derivative."""
         return self.name != "reference"
 
+    @property
+    def slow(self):
+        return self.name in SLOW
+
     def skip_if_slow(self, elements):
-        if self.name in SLOW and elements > 20_000:
+        if self.slow and elements > 20_000:
             pytest.skip(f"{self.name} is slow: {elements} elements are left to the other backends")
+
+    def skip_alike(self, alike):
+        """Leaves a slow backend one of several tests that run the same code of it."""
+        if self.slow and alike:
+            pytest.skip(f"{self.name} is slow: another test runs the same code")
 
 
 def ready():
@@ -56,11 +67,23 @@ def ready():
     return names
 
 
+def _parameters(item):
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def _name(item):
+    return next((_parameters(item)[key] for key in ("backend", "fused", "name") if _parameters(item).get(key) in READY), None)
+
+
 def unserved(item):
     """Whether a test is about an op that its backend has no kernel for, by the names of its file, itself and its parameters."""
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    name = next((parameters[key] for key in ("backend", "fused", "name") if parameters.get(key) in READY), None)
-    return any(op in item.nodeid for op in ckpt_ops.dispatch.lacking(name))
+    return any(op in item.nodeid for op in ckpt_ops.dispatch.lacking(_name(item)))
+
+
+def alike(item):
+    """Whether a test of all ops on a slow backend has one that is another's kernel with another formula: EACH_OP suffices."""
+    op = _parameters(item).get("op")
+    return item.path.name in OF_ALL_OPS and _name(item) in SLOW and op in ALL_OPS and op not in EACH_OP
 
 
 READY = ready()

@@ -32,6 +32,7 @@ EMPTY = [(0, 2, 2, 3, 4, 8, 8), (2, 2, 2, 0, 4, 8, 8), (2, 2, 2, 3, 0, 8, 8)]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_numerics(backend, op, shape, dtype):
+    backend.skip_alike(op is not LOWER and dtype != torch.float32)
     assert_close_for(op, shape, dtype, backend.device)
 
 
@@ -39,6 +40,7 @@ def test_numerics(backend, op, shape, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [SHAPES[i] for i in (1, 4, 5)])
 def test_numerics_with_dropout(backend, op, shape, dtype):
+    backend.skip_alike(op is not LOWER and (dtype != torch.float32 or shape != SHAPES[1]))
     assert_close_for(op, shape, dtype, backend.device, p=0.3)
 
 
