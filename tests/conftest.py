@@ -21,6 +21,15 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("ckpt_ops")
 
+SHARE = [
+    "test_bench",
+    "test_bench_ladder",
+    "test_cuda_host",
+    "test_e_sharded",
+    "test_triton_attention_compile",
+    "test_triton_compile",
+]
+
 
 def pytest_report_header():
     return [f"ckpt_ops backend {name}: {state}" for name, state in ckpt_ops.backends().items()]
@@ -34,6 +43,19 @@ def pytest_collection_modifyitems(config, items):
     left = [item for item in items if unserved(item) or alike(item)]
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item not in set(left)]
+    if config.pluginmanager.hasplugin("xdist"):  # with -n 2 --dist loadgroup, as `make test` has it
+        for item in items:
+            if name := one_process(item):
+                item.add_marker(pytest.mark.xdist_group(name))
+
+
+def one_process(item):
+    """The group of tests that run in one process: those that share what takes long to make, and those of many GiB."""
+    if item.get_closest_marker("slow"):
+        return "memory"
+    if item.path.parent.name == "install":
+        return "install"
+    return item.path.stem if item.path.stem in SHARE else None
 
 
 @pytest.fixture(params=READY)
