@@ -58,6 +58,7 @@ def test_sdist_and_wheel_carry_the_sources(sdist, isolated_wheel):
     with zipfile.ZipFile(isolated_wheel) as archive:
         in_wheel = set(archive.namelist())
     assert {"ckpt_ops/csrc/math/philox.h", "ckpt_ops/csrc/cpu/dropout.cpp", "ckpt_ops/triton_kernels/__init__.py"} <= in_wheel
+    assert {"ckpt_ops/csrc/cuda/dropout.cu", "ckpt_ops/csrc/cuda/bindings.cpp"} <= in_wheel
     assert isolated_wheel.name.endswith("-py3-none-any.whl")
 
 
