@@ -40,7 +40,7 @@ def test_numerics(backend, op, shape, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [SHAPES[i] for i in (1, 4, 5)])
 def test_numerics_with_dropout(backend, op, shape, dtype):
-    backend.skip_alike(op is not LOWER and (dtype != torch.float32 or shape != SHAPES[1]))
+    backend.skip_alike((op is not LOWER or shape == SHAPES[5]) and (dtype != torch.float32 or shape == SHAPES[4]))
     assert_close_for(op, shape, dtype, backend.device, p=0.3)
 
 
@@ -78,6 +78,7 @@ MASKS = {
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("lead", [(), (2, 1), (1, 3), (2, 3)])
 def test_masks_broadcast(backend, op, kind, lead):
+    backend.skip_alike(op is not LOWER and lead != (2, 1))
     shape = (2, 3, 3, 10, 37, 8, 8)
     mask = torch.stack([MASKS[kind](10, 37) for _ in range(max(1, torch.Size(lead).numel()))]).reshape(*lead, 10, 37)
     t = make(op, shape, device=backend.device)
