@@ -141,7 +141,7 @@ def test_kept_bytes(fused, dtype, p):
 
 def test_memory_is_linear_in_sequence_length(fused):
     """Forward and backward: scratch stays below one score matrix."""
-    n = 1024
+    n = 256 if fused.slow else 1024
     q, k, v = (torch.randn(1, 2, n, 16, device=fused.device, requires_grad=True) for _ in range(3))
     peak = ckpt_ops.memory.peak(lambda: sdpa(q, k, v, dropout_p=0.1).sum().backward())
     assert peak < 2 * n * n * 4
