@@ -4,6 +4,7 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 CUDA_TORCH ?= torch==2.14.1
 ARGS   ?=
+JOBS   ?= 2
 
 BIN := .venv/bin
 # Objects and stamps stay in build/ and .venv/: a second run compiles only what changed.
@@ -26,8 +27,8 @@ help:  ## this list
 demo: .venv/.built-best  ## trains a small GPT with torch's layers and with ours: time, memory, loss
 	$(BIN)/python -m ckpt_ops demo $(ARGS)
 
-test: .venv/.built  ## the tests
-	$(BIN)/python -m pytest $(ARGS)
+test: .venv/.built  ## the tests, in JOBS processes
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 test-asan: .venv/.package  ## the op tests on an extension with the address sanitizer
 	@echo "compiling the kernels with the address sanitizer: a minute or two, once"
