@@ -16,6 +16,7 @@ struct DeviceMask : Mask {
   int64_t pieces = 1;             // rows of the mask in one row of the kernel (a norm over several dimensions)
 };
 
+#ifdef CKPT_KERNELS
 // Row j of a 4 x 4 matrix of words becomes column j; row j lies in the lane with lane % 4 == j.
 __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int lane) {
 #pragma unroll
@@ -88,5 +89,6 @@ class Draws {
 };
 
 __device__ __forceinline__ bool is_kept(uint32_t bits, int k) { return bits >> k & 1u; }
+#endif
 
 }  // namespace ckpt

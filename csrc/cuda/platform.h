@@ -3,6 +3,10 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+// The bindings include the launchers' headers too, and their compiler knows nothing of threads: no kernels for it.
+#if defined(__CUDACC__) || defined(CKPT_CUDA_HOST)
+#define CKPT_KERNELS
+#endif
 #ifdef CKPT_CUDA_HOST
 #include "host_cuda.h"
 #else

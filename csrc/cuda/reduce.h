@@ -8,6 +8,7 @@ namespace ckpt::cuda {
 
 constexpr int kWarpLanes = 32, kMaxWarps = 32;
 
+#ifdef CKPT_KERNELS
 template <typename Part>
 __device__ __forceinline__ Part shuffle_part(const Part& part, int lanes) {
   static_assert(sizeof(Part) % sizeof(uint32_t) == 0, "a part moves word by word");
@@ -37,5 +38,6 @@ __device__ __forceinline__ Part merge_over_row(Part part, Part* parts) {
   __syncthreads();  // parts are written again by the next call
   return part;
 }
+#endif
 
 }  // namespace ckpt::cuda

@@ -32,6 +32,7 @@ struct Partials {
   A* of[kMaxSums] = {};
 };
 
+#ifdef CKPT_KERNELS
 // Sums over the block's TY rows: partial[i] gets row blockIdx.y.
 template <typename A, int SUMS>
 __device__ __forceinline__ void store_sums(const A (&sums)[SUMS][kPack], const Partials<A>& partials, int64_t C) {
@@ -89,6 +90,7 @@ void launch_strips(const Op& op, int64_t M, int64_t C, const SumsArg& sums, cons
   const size_t shared = Op::kSums > 0 ? kStripThreads * kPack * sizeof(A) : 0;
   CKPT_LAUNCH(strip_kernel<Op>, plan.grid, plan.block, shared, device.stream, op, M, C, partials);
 }
+#endif
 
 // body(T{}) for the op's storage type.
 template <typename Body>
