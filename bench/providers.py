@@ -74,6 +74,8 @@ def _why_absent(name):
 
 def _ours(name, backend):
     def bind(case):
+        if backend is not None and case.stem in dispatch.lacking(backend):
+            return None
         return lambda *tensors: case.op.ours(*tensors, p=case.p, backend=backend)
 
     return Provider(name, bind, lambda case, device: dispatch.choose(case.stem, backend, torch.empty(0, device=device)))
