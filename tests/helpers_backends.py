@@ -78,15 +78,14 @@ def _name(item):
 def unserved(item):
     """Whether a test is about an op that its backend has no kernel for, by the names of its file, itself and its parameters.
 
-    Models have attention in them: a backend without it serves the tests of ops alone.
+    Whole models are too much for a slow backend, and have attention in them: those serve the tests of ops.
     """
-    if (
-        ckpt_ops.dispatch.lacking(_name(item))
-        and item.path.parent.name not in ("ops", "cases")
-        and item.path.stem not in OF_OPS
-    ):
+    name = _name(item)
+    lacking = ckpt_ops.dispatch.lacking(name)
+    of_ops = item.path.parent.name in ("ops", "cases") or item.path.stem.startswith(OF_OPS)
+    if (lacking or name in SLOW) and not of_ops:
         return True
-    return any(op in item.nodeid for op in ckpt_ops.dispatch.lacking(_name(item)))
+    return any(op in item.nodeid for op in lacking)
 
 
 def alike(item):
@@ -95,5 +94,5 @@ def alike(item):
     return item.path.name in OF_ALL_OPS and _name(item) in SLOW and op in ALL_OPS and op not in EACH_OP
 
 
-OF_OPS = ("test_mask", "test_cuda_host")  # beside the folders ops and cases
+OF_OPS = ("test_mask", "test_cuda_host", "test_triton", "test_gpu")  # beside the folders ops and cases
 READY = ready()
