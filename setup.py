@@ -32,15 +32,15 @@ def why_pure():
 
 
 def cuda_plan():
-    """(toolkit, targets) for the CUDA kernels, or (None, why not); ends the build where they are demanded."""
+    """(toolkit, targets, why not) for the CUDA kernels. Ends the build where there are none and they are demanded."""
     import torch
 
     try:
         toolkit = cuda["find_toolkit"](torch.__version__, torch.version.cuda)
-        return toolkit, cuda["targets"](toolkit)
+        return toolkit, cuda["targets"](toolkit), None
     except cuda["CannotCompileError"] as error:
         refuse_if_cuda_is_demanded(error)
-        return None, str(error)
+        return None, None, str(error)
 
 
 def refuse_if_cuda_is_demanded(reason):
@@ -52,9 +52,9 @@ def native_arguments():
     """What setup() needs to build the extension: one library for each instruction set, and one for CUDA."""
     import torch
     from setuptools import Extension
-    from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-    toolkit, targets = cuda_plan()
+    toolkit, targets, why_no_cuda = cuda_plan()
     cuda_name = "ckpt_ops._C_cuda"
 
     class Build(BuildExtension):
@@ -65,11 +65,10 @@ def native_arguments():
 
         def build_extension(self, ext):
             if ext.name == cuda_name:
-                torch_folders = include_paths(), Path(torch.__file__).parent / "lib"
                 temp = os.path.join(self.build_temp, ext.name)
                 path = self.get_ext_fullpath(ext.name)
                 try:
-                    cuda["build"](csrc, toolkit, targets, path, temp, torch_folders, recipe["compiler"]())
+                    cuda["build"](csrc, toolkit, targets, path, temp, cuda["torch_folders"](), recipe["compiler"]())
                 except RuntimeError as error:
                     raise SystemExit(f"{error}\nckpt_ops: CKPT_OPS_CUDA=0 leaves the CUDA kernels out") from None
                 return
@@ -87,7 +86,7 @@ def native_arguments():
                 "torch_cuda": torch.version.cuda,
                 "compiler": recipe["compiler"](),
                 "variants": {name: {"file": path.name, "flags": recipe["compile_flags"](name)} for name, path in files.items()},
-                "cuda": {"file": gpu.name, "targets": targets, "nvcc": toolkit.version} if gpu else {"why_not": targets},
+                "cuda": {"file": gpu.name, "targets": targets, "nvcc": toolkit.version} if gpu else {"why_not": why_no_cuda},
             }
             for folder in {path.parent for path in files.values()}:
                 (folder / "_build_info.json").write_text(json.dumps(info, indent=1) + "\n")

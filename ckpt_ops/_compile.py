@@ -94,6 +94,12 @@ def first_error(text):
     return next((line for line in lines if "error:" in line), lines[0])
 
 
+def say(text):
+    """At once, on stderr."""
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
 @contextlib.contextmanager
 def scripts_on_path():
     """Adds this Python's scripts folder to PATH: there lies the ninja that pip installed, venv active or not."""

@@ -21,6 +21,7 @@ from typing import NamedTuple
 HEADERS = ("cuda_runtime.h", "cuda_fp16.h", "crt/host_defines.h", "cusparse.h", "cublas_v2.h", "cublasLt.h", "cusolverDn.h")
 # Code for one minor version runs on the later ones too.
 TARGETS = ("8.0", "9.0", "10.0", "12.0")
+KERNEL_FLAGS = ("-std=c++17", "-O3")
 GENERATIONS = {
     "volta": "7.0+PTX",
     "turing": "7.5+PTX",
@@ -64,7 +65,7 @@ def find_toolkit(torch_version, torch_cuda, environ=os.environ, wheels=None, pla
         raise CannotCompileError(f"they are compiled on Linux alone, not on {platform}")
     major = torch_cuda.partition(".")[0]
     parts = _wheel_folders(major, wheels)
-    nvcc = _find_nvcc(environ, parts)
+    nvcc = find_nvcc(environ, parts)
     version = _nvcc_version(nvcc)
     if version.partition(".")[0] != major:
         raise CannotCompileError(f"{nvcc} is of CUDA {version} and torch {torch_version} of CUDA {torch_cuda}: other majors")
@@ -89,7 +90,7 @@ def _wheel_folders(major, wheels):
     return [folder for folder in folders if re.fullmatch(rf"cu{major}|(?!cu\d+$).*", folder.name)]
 
 
-def _find_nvcc(environ, parts):
+def find_nvcc(environ, parts):
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if home := environ.get(variable):  # obeyed or refused: another toolkit would surprise
             nvcc = Path(home) / "bin" / "nvcc"
@@ -197,17 +198,25 @@ def _digest(csrc, files, text):
 def _kernel_flags(toolkit, built_for):
     code = [f"-gencode=arch=compute_{target.partition('_')[2]},code={target}" for target in built_for]
     # Its own folders are -I, which come first.
-    return ["-std=c++17", "-O3", "--compiler-options=-fPIC,-fvisibility=hidden", *code, *_each("-isystem", toolkit.borrowed)]
+    return [*KERNEL_FLAGS, "--compiler-options=-fPIC,-fvisibility=hidden", *code, *_each("-isystem", toolkit.borrowed)]
 
 
 def _each(flag, folders):
     return [word for folder in folders for word in (flag, str(folder))]
 
 
+def torch_folders():
+    """(include folders, library folder) of torch."""
+    import torch
+    from torch.utils import cpp_extension
+
+    return cpp_extension.include_paths(), Path(torch.__file__).parent / "lib"
+
+
 def build(csrc, toolkit, built_for, target, folder, torch_folders, compiler="c++"):
     """Compiles the library `target`, objects in `folder`. RuntimeError with the compiler's words where that fails.
 
-    torch_folders: (include folders, library folder).  MAX_JOBS: compilers at a time.
+    torch_folders: as the function gives them.  MAX_JOBS: compilers at a time.
     """
     includes, libraries = torch_folders
     cxx = shlex.split(compiler)

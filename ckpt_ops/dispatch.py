@@ -12,6 +12,7 @@ import warnings
 import torch
 
 from . import native, native_cuda, triton_backend
+from .library import constant_under_compile
 
 BACKENDS = ("reference", "cpu", "cuda", "triton")
 NAMESPACE = {"cpu": "ckpt_ops", "cuda": "ckpt_ops", "triton": "ckpt_ops_triton"}
@@ -117,7 +118,7 @@ def _names(dtypes):
     return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
 
 
-@torch.compiler.assume_constant_result
+@constant_under_compile
 def _warn_once(refused):
     text = "ckpt_ops runs on its slower reference backend: " + " | ".join(refused)
     if text not in _warned:

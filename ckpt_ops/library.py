@@ -43,6 +43,12 @@ def implement(namespace, op, device_type, fn):
     _libraries[namespace].impl(op, fn, device_type)
 
 
+def constant_under_compile(fn):
+    """torch.compiler.assume_constant_result, which imports torch._dynamo, and with it Triton: as long as torch itself takes."""
+    fn._dynamo_marked_constant = True
+    return fn
+
+
 def kernels(namespace):
     """The dispatcher ops of a namespace: kernels("ckpt_ops").layer_norm_fwd(...)."""
     return getattr(torch.ops, namespace)

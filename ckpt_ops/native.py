@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from . import _compile
+from .library import constant_under_compile
 
 _PACKAGE = Path(__file__).parent
 
@@ -30,7 +31,7 @@ _settled = False
 _lock = threading.Lock()
 
 
-@torch.compiler.assume_constant_result
+@constant_under_compile
 def why_not():
     """Why no native kernel can run in this process, or None. The first call compiles them, if that is what it takes."""
     if not _settled:
@@ -143,9 +144,9 @@ def _compile_on_first_use():
     name = re.sub(r"\W", "_", f"ckpt_ops_{variant}_{torch.__version__}_{_compile.fingerprint(variant)}")
     folder = Path(cpp_extension._get_build_directory(name, verbose=False))
     if fresh := not (folder / f"{name}.so").exists():
-        _say(f"ckpt_ops: compiling its CPU kernels ({variant}) for torch {torch.__version__}, once, into {folder} ... ")
+        _compile.say(f"ckpt_ops: compiling its CPU kernels ({variant}) for torch {torch.__version__}, once, into {folder} ... ")
         if (lock := folder / "lock").exists():
-            _say(f"waiting for the process that holds {lock} (delete it if there is none) ... ")
+            _compile.say(f"waiting for the process that holds {lock} (delete it if there is none) ... ")
     start = time.monotonic()
     try:
         with _compile.scripts_on_path():
@@ -158,10 +159,10 @@ def _compile_on_first_use():
             )
     except (RuntimeError, ImportError, OSError) as error:
         if fresh:
-            _say("failed\n")
+            _compile.say("failed\n")
         return f"compiling it on first use failed: {_compile.first_error(str(error))}"
     if fresh:
-        _say(f"{time.monotonic() - start:.0f} s\n")
+        _compile.say(f"{time.monotonic() - start:.0f} s\n")
     _publish(module)
     return None
 
@@ -169,11 +170,6 @@ def _compile_on_first_use():
 def _both(problem):
     """Why no library built ahead of time serves, and why none is compiled now: once where it is the same."""
     return problem if problem == _prebuilt_problem else f"{_prebuilt_problem}; {problem}"
-
-
-def _say(text):
-    sys.stderr.write(text)
-    sys.stderr.flush()
 
 
 _prebuilt_problem = _load_prebuilt()

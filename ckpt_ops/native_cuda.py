@@ -8,7 +8,6 @@ there is a GPU, the sources that travel with the package are compiled (CKPT_OPS_
 import json
 import os
 import re
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 from . import _compile, _compile_cuda
+from .library import constant_under_compile
 
 NO_GPU = "compiled; no GPU here"
 
@@ -26,7 +26,7 @@ _reason = None
 _lock = threading.Lock()
 
 
-@torch.compiler.assume_constant_result
+@constant_under_compile
 def why_not():
     """Why no CUDA kernel can run in this process, or None. The first call loads them, or compiles them for a GPU."""
     global _reason, _settled
@@ -118,22 +118,10 @@ def _compile_on_first_use(capabilities):
 def _build(csrc, toolkit, targets, library):
     start = time.monotonic()
     what = f"its CUDA kernels ({', '.join(targets)}) for torch {torch.__version__}"
-    _say(f"ckpt_ops: compiling {what}, once, into {library.parent} ... ")
+    _compile.say(f"ckpt_ops: compiling {what}, once, into {library.parent} ... ")
     try:
-        _compile_cuda.build(csrc, toolkit, targets, library, library.parent, torch_folders(), _compile.compiler())
+        _compile_cuda.build(csrc, toolkit, targets, library, library.parent, _compile_cuda.torch_folders(), _compile.compiler())
     except RuntimeError:
-        _say("failed\n")
+        _compile.say("failed\n")
         raise
-    _say(f"{time.monotonic() - start:.0f} s\n")
-
-
-def torch_folders():
-    """Where torch's headers and libraries lie."""
-    from torch.utils import cpp_extension
-
-    return cpp_extension.include_paths(), Path(torch.__file__).parent / "lib"
-
-
-def _say(text):
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    _compile.say(f"{time.monotonic() - start:.0f} s\n")

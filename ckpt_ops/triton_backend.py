@@ -10,7 +10,7 @@ import subprocess
 
 import torch
 
-from .library import implement
+from .library import constant_under_compile, implement
 
 # The launchers, named as their schemas, by the module of ckpt_ops.triton_kernels that has them.
 LAUNCHERS = {
@@ -36,7 +36,7 @@ _settled = False
 _reason = None
 
 
-@torch.compiler.assume_constant_result
+@constant_under_compile
 def why_not():
     """Why no Triton kernel can run in this process, or None. The first call imports Triton."""
     global _settled, _reason

@@ -10,6 +10,7 @@ import concurrent.futures
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -17,8 +18,10 @@ import tempfile
 import time
 from pathlib import Path
 
-CSRC = Path(__file__).resolve().parent.parent.parent / "csrc" / "cuda"
-TARGETS = ("80", "90", "100", "120")
+ROOT = Path(__file__).resolve().parent.parent.parent
+CSRC = ROOT / "csrc" / "cuda"
+recipe = runpy.run_path(str(ROOT / "ckpt_ops" / "_compile_cuda.py"))  # how the package compiles them
+TARGETS = tuple(target.replace(".", "") for target in recipe["TARGETS"])
 ENTRY = re.compile(
     r"Compiling entry function '(?P<symbol>\S+)' for .*?"
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
@@ -27,9 +30,10 @@ ENTRY = re.compile(
 )
 
 
-def compile_one(source, target, folder):
+def compile_one(nvcc, source, target, folder):
     """The kernels of a file for a target: a dict each."""
-    command = ["nvcc", "-std=c++17", "-O3", f"-gencode=arch=compute_{target},code=sm_{target}", "-Xptxas", "-v", "-c"]
+    code = f"-gencode=arch=compute_{target},code=sm_{target}"
+    command = [nvcc, *recipe["KERNEL_FLAGS"], code, "-Xptxas", "-v", "-c"]
     result = subprocess.run(
         [*command, str(source), "-o", str(folder / f"{source.stem}_{target}.o")], capture_output=True, text=True
     )
@@ -90,15 +94,17 @@ def main():
     parser.add_argument("--only", action="append", help="the stem of a file")
     parser.add_argument("--json", type=Path, help="also write what is shown there")
     options = parser.parse_args()
-    if shutil.which("nvcc") is None:
-        print("cuda-check: skipped, there is no nvcc on PATH")
+    try:
+        nvcc = recipe["find_nvcc"](os.environ, ())
+    except recipe["CannotCompileError"] as error:
+        print(f"cuda-check: skipped, {error}")
         return 0
     sources = [path for path in sorted(CSRC.glob("*.cu")) if not options.only or path.stem in options.only]
     jobs = [(source, target) for source in sources for target in options.arch or TARGETS]
     jobs.sort(key=lambda job: -job[0].stat().st_size)  # the longest first
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        kernels = [k for found in pool.map(lambda job: compile_one(*job, Path(folder)), jobs) for k in found]
+        kernels = [k for found in pool.map(lambda job: compile_one(nvcc, *job, Path(folder)), jobs) for k in found]
     seconds = time.monotonic() - start
     spilled = show(kernels, seconds)
     if options.json:
