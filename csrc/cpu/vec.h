@@ -1,6 +1,7 @@
 // Eight lanes at a time, whatever the instruction set: GCC and clang vector types, so one source serves
 // AVX2 (one register), SSE and NEON (two). Lanes are eight since one word of four Philox calls holds eight draws.
 #pragma once
+#include "../math/normal.h"
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 #include <cmath>
@@ -165,16 +166,9 @@ inline D8 exp_of(D8 x) {
 inline F8 normal_pdf(F8 x) { return exp_of(x * x * -0.5f) * 0.3989422804f; }
 inline D8 normal_pdf(D8 x) { return exp_of(x * x * -0.5) * 0.3989422804014327; }
 
-// Phi(x) = 1/2 + x P(x^2) / Q(x^2) for |x| < 5.65, 0 or 1 outside, where 1 - Phi(|x|) < 1e-8. P and Q: a minimax fit of
-// erf(x / sqrt 2) / 2 with error 1.2e-8. All coefficients are positive, so nothing cancels.
+// Phi(x), 0 or 1 outside of the fit.
 inline F8 normal_cdf(F8 x) {
-  F8 u = x * x, u2 = u * u, u4 = u2 * u2;
-  F8 p = (u * 0.0349411610599356f + 0.39894220586721124f) + u2 * (u * 0.0001793941234016932f + 0.004740829529080862f) +
-         u4 * (u * 2.1580294743288474e-8f + 6.37419046151421e-6f);
-  F8 q = (u * 0.2542499711757732f + 1.f) + u2 * (u * 0.0019445540594104453f + 0.029260690812638927f) +
-         u4 * (u * 1.1649627623059937e-6f + 7.676796937126462e-5f);
-  F8 cdf = x * p / q + 0.5f;
-  cdf = (F8)((I8)cdf & ~(x < -5.65f));
+  F8 cdf = (F8)((I8)normal_cdf_fit(x) & ~(x < -5.65f));
   return x > 5.65f ? splat(1.f) : cdf;
 }
 

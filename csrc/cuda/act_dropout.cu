@@ -7,19 +7,6 @@
 namespace ckpt::cuda {
 namespace {
 
-template <typename T>
-struct State {
-  Draws draws;
-  compute_t<T> bias[kPack];
-};
-
-template <typename T>
-__device__ __forceinline__ State<T> begin_strip(const DeviceMask& mask, const Columns<T>& bias, int64_t c, int64_t n, bool wide) {
-  State<T> state{Draws(mask), {}};
-  bias.load(c, n, wide, compute_t<T>(0), state.bias);
-  return state;
-}
-
 template <typename T_, typename Act>
 struct Forward {
   using T = T_;
@@ -32,16 +19,16 @@ struct Forward {
   DeviceMask mask;
   bool wide;
 
-  __device__ State<T> begin(int64_t c, int64_t n) const { return begin_strip(mask, bias, c, n, wide); }
+  __device__ Strip<T> begin(int64_t c, int64_t n) const { return begin_strip(mask, bias, c, n, wide); }
   __device__ Raw load(int64_t m, int64_t c, int64_t n) const { return load_pack(x.at(m, c), n, wide); }
 
   template <typename Sums>
-  __device__ void finish(const State<T>& state, const Raw& raw, int64_t m, int64_t c, int64_t n, Sums&) const {
-    const uint32_t kept = state.draws.kept(m, c);
+  __device__ void finish(const Strip<T>& strip, const Raw& raw, int64_t m, int64_t c, int64_t n, Sums&) const {
+    const uint32_t kept = strip.draws.kept(m, c);
     A v[kPack];
     widen_pack(raw, v);
 #pragma unroll
-    for (int k = 0; k < kPack; ++k) v[k] = is_kept(kept, k) ? Act::f(v[k] + state.bias[k]) * A(mask.scale) : A(0);
+    for (int k = 0; k < kPack; ++k) v[k] = is_kept(kept, k) ? Act::f(v[k] + strip.bias[k]) * A(mask.scale) : A(0);
     store_pack(y.at(m, c), narrow_pack<T>(v), n, wide);
   }
 };
@@ -60,20 +47,20 @@ struct Backward {
   DeviceMask mask;
   bool wide;
 
-  __device__ State<T> begin(int64_t c, int64_t n) const { return begin_strip(mask, bias, c, n, wide); }
+  __device__ Strip<T> begin(int64_t c, int64_t n) const { return begin_strip(mask, bias, c, n, wide); }
   __device__ Raw load(int64_t m, int64_t c, int64_t n) const {
     return {load_pack(x.at(m, c), n, wide), load_pack(dy.at(m, c), n, wide)};
   }
 
   template <typename Sums>
-  __device__ void finish(const State<T>& state, const Raw& raw, int64_t m, int64_t c, int64_t n, Sums& sums) const {
-    const uint32_t kept = state.draws.kept(m, c);
+  __device__ void finish(const Strip<T>& strip, const Raw& raw, int64_t m, int64_t c, int64_t n, Sums& sums) const {
+    const uint32_t kept = strip.draws.kept(m, c);
     A v[kPack], g[kPack];
     widen_pack(raw.x, v);
     widen_pack(raw.dy, g);
 #pragma unroll
     for (int k = 0; k < kPack; ++k) {
-      g[k] = is_kept(kept, k) ? Act::df(v[k] + state.bias[k]) * A(mask.scale) * g[k] : A(0);
+      g[k] = is_kept(kept, k) ? Act::df(v[k] + strip.bias[k]) * A(mask.scale) * g[k] : A(0);
       sums[0][k] += g[k];
     }
     store_pack(dx.at(m, c), narrow_pack<T>(g), n, wide);

@@ -12,34 +12,25 @@ struct Forward {
   struct Raw {
     Pack<T> x, residual;
   };
-  struct State {
-    Draws draws;
-    A bias[kPack];
-  };
   Rows<const T> x, residual;
   Columns<T> bias;
   Rows<T> y;
   DeviceMask mask;
   bool wide;
 
-  __device__ State begin(int64_t c, int64_t n) const {
-    State state{Draws(mask), {}};
-    bias.load(c, n, wide, A(0), state.bias);
-    return state;
-  }
-
+  __device__ Strip<T> begin(int64_t c, int64_t n) const { return begin_strip(mask, bias, c, n, wide); }
   __device__ Raw load(int64_t m, int64_t c, int64_t n) const {
     return {load_pack(x.at(m, c), n, wide), load_pack(residual.at(m, c), n, wide)};
   }
 
   template <typename Sums>
-  __device__ void finish(const State& state, const Raw& raw, int64_t m, int64_t c, int64_t n, Sums&) const {
-    const uint32_t kept = state.draws.kept(m, c);
+  __device__ void finish(const Strip<T>& strip, const Raw& raw, int64_t m, int64_t c, int64_t n, Sums&) const {
+    const uint32_t kept = strip.draws.kept(m, c);
     A v[kPack], r[kPack];
     widen_pack(raw.x, v);
     widen_pack(raw.residual, r);
 #pragma unroll
-    for (int k = 0; k < kPack; ++k) v[k] = r[k] + (is_kept(kept, k) ? (v[k] + state.bias[k]) * A(mask.scale) : A(0));
+    for (int k = 0; k < kPack; ++k) v[k] = r[k] + (is_kept(kept, k) ? (v[k] + strip.bias[k]) * A(mask.scale) : A(0));
     store_pack(y.at(m, c), narrow_pack<T>(v), n, wide);
   }
 };

@@ -33,6 +33,20 @@ struct Partials {
 };
 
 #ifdef CKPT_KERNELS
+// What a thread of an op with a bias holds for its columns.
+template <typename T>
+struct Strip {
+  Draws draws;
+  compute_t<T> bias[kPack];
+};
+
+template <typename T>
+__device__ __forceinline__ Strip<T> begin_strip(const DeviceMask& mask, const Columns<T>& bias, int64_t c, int64_t n, bool wide) {
+  Strip<T> strip{Draws(mask), {}};
+  bias.load(c, n, wide, compute_t<T>(0), strip.bias);
+  return strip;
+}
+
 // Sums over the block's TY rows: partial[i] gets row blockIdx.y.
 template <typename A, int SUMS>
 __device__ __forceinline__ void store_sums(const A (&sums)[SUMS][kPack], const Partials<A>& partials, int64_t C) {

@@ -1,7 +1,7 @@
 // Activations as pairs f, df. T is float or double (CUDA, one element) or a vector of them (CPU, eight).
 // What T must have: + - * /, exp_of(T), normal_cdf(T), normal_pdf(T), positive(T).  Twin: triton_kernels/_math.py.
 #pragma once
-#include "philox.h"
+#include "host_device.h"
 
 namespace ckpt {
 

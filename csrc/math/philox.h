@@ -1,13 +1,8 @@
 // Philox4x32-7.  Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 // U is uint32_t (CUDA, tests) or a vector of them (one call a lane). Twin: triton_kernels/_math.py.
 #pragma once
+#include "host_device.h"
 #include <cstdint>
-
-#ifdef __CUDACC__
-#define CKPT_HD __host__ __device__ __forceinline__
-#else
-#define CKPT_HD inline
-#endif
 
 namespace ckpt {
 

@@ -1,6 +1,6 @@
 // What activation.h asks of a number, for one float or double: CUDA threads. Twins for eight lanes: csrc/cpu/vec.h.
 #pragma once
-#include "philox.h"
+#include "normal.h"
 #include <cmath>
 
 namespace ckpt {
@@ -17,15 +17,7 @@ CKPT_HD double step(double x) { return x > 0.0 ? 1.0 : 0.0; }
 CKPT_HD float normal_pdf(float x) { return exp_of(x * x * -0.5f) * 0.3989422804f; }
 CKPT_HD double normal_pdf(double x) { return exp_of(x * x * -0.5) * 0.3989422804014327; }
 
-// Phi(x) = 1/2 + x P(x^2) / Q(x^2) for |x| < 5.65, 0 or 1 outside: the fit of vec.h.
-CKPT_HD float normal_cdf(float x) {
-  const float u = x * x, u2 = u * u, u4 = u2 * u2;
-  const float p = (u * 0.0349411610599356f + 0.39894220586721124f) + u2 * (u * 0.0001793941234016932f + 0.004740829529080862f) +
-                  u4 * (u * 2.1580294743288474e-8f + 6.37419046151421e-6f);
-  const float q = (u * 0.2542499711757732f + 1.f) + u2 * (u * 0.0019445540594104453f + 0.029260690812638927f) +
-                  u4 * (u * 1.1649627623059937e-6f + 7.676796937126462e-5f);
-  return x < -5.65f ? 0.f : x > 5.65f ? 1.f : x * p / q + 0.5f;
-}
+CKPT_HD float normal_cdf(float x) { return x < -5.65f ? 0.f : x > 5.65f ? 1.f : normal_cdf_fit(x); }
 CKPT_HD double normal_cdf(double x) { return 0.5 * erfc(-0.7071067811865476 * x); }
 
 // a * b + c, rounded once.
