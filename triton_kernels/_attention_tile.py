@@ -7,7 +7,7 @@ mask's groups of 32 columns do: the first one at key -shift, where shift = origi
 import triton
 import triton.language as tl
 
-from ._math import _bits, _draws
+from ._math import keep_words
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -34,12 +34,6 @@ def base_2(scale, C: tl.constexpr):
         return tl.full((), LOG2_E, tl.float64)
     else:
         return scale * LOG2_E
-
-
-@triton.jit
-def true_scale(threshold, C: tl.constexpr):
-    """What the mask multiplies a kept element by."""
-    return 65536.0 / (65536 - threshold).to(C)
 
 
 @triton.jit
@@ -113,11 +107,8 @@ def keys_seen(i0, shift, Nq, Nk, causal_shift, CAUSAL: tl.constexpr, BLOCK_M: tl
 
 @triton.jit
 def keep_keys_by_queries(key0, key1, threshold, stream, plane, row, col, M: tl.constexpr, N: tl.constexpr):
-    """keep_tile's mask as [N, M]. Four threads gather a group of 32 columns in one word; only the words change their layout."""
-    r0, r1, r2, r3 = _draws(key0, key1, row, plane, stream, col, M, N)
-    t = threshold.to(tl.uint32)
-    bits = _bits(r0, t, 0) | _bits(r1, t, 1) | _bits(r2, t, 2) | _bits(r3, t, 3)
-    words = tl.sum(bits << (2 * tl.arange(0, 4).to(tl.uint32))[None, None, :], axis=2)
+    """keep_tile's mask as [N, M]. Only the words of 32 columns change their layout."""
+    words = keep_words(key0, key1, threshold, stream, plane, row, col, M, N)
     words = tl.reshape(tl.trans(words), [N // 32, 1, M])
     mine = tl.full([32], 1, tl.uint32) << tl.arange(0, 32).to(tl.uint32)
     return tl.reshape(words & mine[None, :, None], [N, M]) != 0

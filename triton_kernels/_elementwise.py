@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ._launch import TILE, CompileCase
-from ._math import keep_rows, seed_key
+from ._math import keep_rows, seed_key, true_scale
 
 # Programs of a kernel that sums columns, each with a row of partial sums: fills a GPU, and costs little to add up.
 SUMMING = 1024
@@ -81,19 +81,13 @@ def wide(x):
 
 
 @triton.jit
-def true_scale(scale, threshold, like):
-    """The scale in like's dtype: an argument is a float32, which is not enough for float64."""
-    if like.dtype == tl.float64:
-        return 65536.0 / (65536 - threshold).to(tl.float64)
-    return scale
-
-
-@triton.jit
 def drop(h, seed_ptr, threshold, scale, stream, plane, row, col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """m * h for a tile [BLOCK_M, BLOCK_N] whose first column is `col` of the mask; plane, row: [BLOCK_M] of the mask."""
     key0, key1 = seed_key(seed_ptr)
     keep = keep_rows(key0, key1, threshold, stream, plane, row, col, BLOCK_M, BLOCK_N)
-    return tl.where(keep, h * true_scale(scale, threshold, h), 0.0)
+    if h.dtype == tl.float64:
+        scale = true_scale(threshold, tl.float64)
+    return tl.where(keep, h * scale, 0.0)
 
 
 class Tiling(NamedTuple):

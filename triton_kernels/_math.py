@@ -60,17 +60,29 @@ def _bits(word, threshold, w: tl.constexpr):
 
 
 @triton.jit
+def keep_words(key0, key1, threshold, stream, plane, row, col, M: tl.constexpr, N: tl.constexpr):
+    """[M, N // 32]: bit c of a word tells whether column c of its group of 32 is kept. Four threads gather one."""
+    r0, r1, r2, r3 = _draws(key0, key1, row, plane, stream, col, M, N)
+    t = threshold.to(tl.uint32)
+    bits = _bits(r0, t, 0) | _bits(r1, t, 1) | _bits(r2, t, 2) | _bits(r3, t, 3)  # those of columns 8w + 2 * call
+    return tl.sum(bits << (2 * tl.arange(0, 4).to(tl.uint32))[None, None, :], axis=2)
+
+
+@triton.jit
+def true_scale(threshold, C: tl.constexpr):
+    """What the mask multiplies a kept element by, in the type C: an argument is a float32, not enough for float64."""
+    return 65536.0 / (65536 - threshold).to(C)
+
+
+@triton.jit
 def keep_rows(key0, key1, threshold, stream, plane, row, col, M: tl.constexpr, N: tl.constexpr):
     """[M, N] bool: which elements of a row or element-wise kernel's tile are kept.
 
     row, plane: [M] (plane: or a scalar); col: scalar, a multiple of 32, of the tile's first column. All absolute. N >= 32.
     """
-    r0, r1, r2, r3 = _draws(key0, key1, row, plane, stream, col, M, N)
-    t = threshold.to(tl.uint32)
-    bits = _bits(r0, t, 0) | _bits(r1, t, 1) | _bits(r2, t, 2) | _bits(r3, t, 3)  # those of columns 8w + 2 * call
-    # A group's four calls sit in four threads, which exchange one word a group. reshape, as [:, :, None] would let the
-    # compiler move the layout of the elements through the sum: every thread would then make all four calls.
-    words = tl.sum(bits << (2 * tl.arange(0, 4).to(tl.uint32))[None, None, :], axis=2)
+    words = keep_words(key0, key1, threshold, stream, plane, row, col, M, N)
+    # reshape, as [:, :, None] would let the compiler move the layout of the elements through the sum: every thread would
+    # then make all four calls.
     mine = tl.full([32], 1, tl.uint32) << tl.arange(0, 32).to(tl.uint32)
     return tl.reshape(tl.reshape(words, [M, N // 32, 1]) & mine[None, None, :], [M, N]) != 0
 

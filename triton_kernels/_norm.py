@@ -9,32 +9,31 @@ import torch
 import triton
 import triton.language as tl
 
-from ._launch import launch
-from ._rows import (
+from ._launch import launch, statistics_dtype
+from ._row_sums import column_sums, no_sums, partials, store_sum
+from ._row_tiles import (
     LONGEST_FWD,
     LOOPED,
     Walk,
-    column_sums,
     compile_case,
-    compute_dtype,
     compute_type,
     dense,
     empty_like,
     fits,
     fwd_tile,
-    grad_input,
-    grad_means,
     longest_bwd,
-    no_sums,
-    normalized,
-    parameter,
-    partials,
-    row_statistic,
     row_view,
     rows_and_columns,
+)
+from ._rows import (
+    grad_input,
+    grad_means,
+    normalized,
+    parameter,
+    row_statistic,
     statistics,
+    store_normalized,
     store_statistics,
-    store_sum,
     weight,
     welford_step,
     welford_total,
@@ -52,9 +51,7 @@ def _norm_fwd_kernel(
     x = tl.load(x_ptr + row[:, None] * stride_xm + col, mask=inside, other=0.0).to(ACC)
     mean, rstd = statistics(x, inside, N, EPS, RMS)
     store_statistics(mean_ptr, rstd_ptr, row, row < M, mean, rstd)
-    w, b = weight(w_ptr, col, col < N, OFFSET, ACC), parameter(b_ptr, col, col < N, 0.0, ACC)
-    y = normalized(x, mean[:, None], rstd[:, None], RMS) * w + b
-    tl.store(y_ptr + row[:, None] * N + col, y, mask=inside)
+    store_normalized(y_ptr, x, mean, rstd, w_ptr, b_ptr, row, col, col < N, inside, N, OFFSET, RMS, ACC)
 
 
 @triton.jit
@@ -74,9 +71,7 @@ def _norm_fwd_looped_kernel(
     for block in tl.range(0, N, BLOCK_N, num_stages=2):
         col = block + lane
         x = tl.load(x_ptr + row[:, None] * stride_xm + col, mask=col < N, other=0.0).to(ACC)
-        w, b = weight(w_ptr, col, col < N, OFFSET, ACC), parameter(b_ptr, col, col < N, 0.0, ACC)
-        y = normalized(x, mean[:, None], rstd[:, None], RMS) * w + b
-        tl.store(y_ptr + row[:, None] * N + col, y, mask=col < N)
+        store_normalized(y_ptr, x, mean, rstd, w_ptr, b_ptr, row, col, col < N, col < N, N, OFFSET, RMS, ACC)
 
 
 @triton.jit
@@ -84,10 +79,9 @@ def _saved_xhat(saved, mean_ptr, rstd, row, M, w_inverse, b, RMS: tl.constexpr, 
     """xhat of a tile, from x and its statistics or from y."""
     if FROM_OUTPUT:
         xhat = (saved - b) * w_inverse
-    elif RMS:
-        xhat = saved * rstd
     else:
-        xhat = (saved - row_statistic(mean_ptr, row, M)) * rstd
+        mean = rstd if RMS else row_statistic(mean_ptr, row, M)
+        xhat = normalized(saved, mean, rstd, RMS)
     return xhat
 
 
@@ -145,7 +139,7 @@ def _norm_bwd_kernel(
 def norm_fwd(x, weight, bias, normalized_shape, eps, offset, rms):
     """(y, mean, rstd); mean is None for RMS."""
     M, N = rows_and_columns(x, normalized_shape)
-    lead, dtype = x.shape[: x.dim() - len(normalized_shape)], compute_dtype(x)
+    lead, dtype = x.shape[: x.dim() - len(normalized_shape)], statistics_dtype(x.dtype)
     y = empty_like(x)
     rstd = torch.empty(lead, dtype=dtype, device=x.device)
     mean = None if rms else torch.empty_like(rstd)

@@ -22,10 +22,9 @@ from ._attention_tile import (
     load_tile,
     store_tile,
     tile_offsets,
-    true_scale,
 )  # fmt: skip
 from ._attention_tiles import compile_cases, tiled
-from ._math import keep_tile, seed_key
+from ._math import keep_tile, seed_key, true_scale
 from .attention_bwd import attention_bwd
 
 __all__ = ("attention_fwd", "attention_bwd")

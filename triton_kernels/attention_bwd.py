@@ -31,11 +31,10 @@ from ._attention_tile import (
     load_tile,
     store_tile,
     tile_offsets,
-    true_scale,
 )
 from ._attention_tiles import compile_cases, tiled
 from ._launch import CompileCase, launch
-from ._math import keep_tile, seed_key
+from ._math import keep_tile, seed_key, true_scale
 
 ROWS = 128  # statistics of queries are padded to a multiple of it, and so of every tile
 

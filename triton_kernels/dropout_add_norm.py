@@ -9,33 +9,32 @@ import triton
 import triton.language as tl
 
 from ._elementwise import drop, planes_and_rows
-from ._launch import NO_MASK, launch, mask_arguments
+from ._launch import NO_MASK, launch, mask_arguments, statistics_dtype
 from ._norm import norm_bwd_means, norm_fwd
-from ._rows import (
+from ._row_sums import column_sums, no_sums, partials, store_sum
+from ._row_tiles import (
     LONGEST_FWD,
     LOOPED,
     Walk,
-    column_sums,
     compile_case,
-    compute_dtype,
     compute_type,
     dense,
     empty_like,
     fits,
     fwd_tile,
-    grad_input,
-    grad_means,
     longest_bwd,
-    no_sums,
-    normalized,
-    parameter,
-    partials,
-    row_statistic,
     row_view,
     rows_and_columns,
+)
+from ._rows import (
+    grad_input,
+    grad_means,
+    normalized,
+    parameter,
+    row_statistic,
     statistics,
+    store_normalized,
     store_statistics,
-    store_sum,
     weight,
     welford_step,
     welford_total,
@@ -82,9 +81,7 @@ def _dropout_add_norm_fwd_kernel(
     )  # fmt: skip
     mean, rstd = statistics(r, inside, N, EPS, RMS)
     store_statistics(mean_ptr, rstd_ptr, m, m < M, mean, rstd)
-    w, b = weight(w_ptr, col, column, OFFSET, ACC), parameter(b_ptr, col, column, 0.0, ACC)
-    y = normalized(r, mean[:, None], rstd[:, None], RMS) * w + b
-    tl.store(y_ptr + m[:, None] * N + col, y, mask=inside)
+    store_normalized(y_ptr, r, mean, rstd, w_ptr, b_ptr, m, col, column, inside, N, OFFSET, RMS, ACC)
 
 
 @triton.jit(do_not_specialize=PLACE)
@@ -112,9 +109,7 @@ def _dropout_add_norm_fwd_looped_kernel(
     for lane0 in tl.range(0, N, BLOCK_N, num_stages=2):
         col = lane0 + lane
         r = tl.load(r_ptr + m[:, None] * N + col, mask=col < N, other=0.0).to(ACC)
-        w, b = weight(w_ptr, col, col < N, OFFSET, ACC), parameter(b_ptr, col, col < N, 0.0, ACC)
-        y = normalized(r, mean[:, None], rstd[:, None], RMS) * w + b
-        tl.store(y_ptr + m[:, None] * N + col, y, mask=col < N)
+        store_normalized(y_ptr, r, mean, rstd, w_ptr, b_ptr, m, col, col < N, col < N, N, OFFSET, RMS, ACC)
 
 
 @triton.jit(do_not_specialize=PLACE)
@@ -166,7 +161,7 @@ def _fwd(op, x, residual, input_bias, weight, bias, normalized_shape, eps, offse
         y, mean, rstd = norm_fwd(r, weight, bias, normalized_shape, eps, offset, rms)
         return y, r, mean, rstd
     y, r = empty_like(x), empty_like(x)
-    rstd = torch.empty(x.shape[: x.dim() - len(normalized_shape)], dtype=compute_dtype(x), device=x.device)
+    rstd = torch.empty(x.shape[: x.dim() - len(normalized_shape)], dtype=statistics_dtype(x.dtype), device=x.device)
     mean = None if rms else torch.empty_like(rstd)
     (xs, stride_xm), (residuals, stride_residual) = row_view(x, 1, N), row_view(residual, 1, N)
     tensors = (None if p == 1 else xs, residuals, *dense(input_bias, weight, bias), y, r, mean, rstd)
