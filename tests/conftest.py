@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 
-from helpers_backends import DEVICES, READY, Backend, alike, unserved  # isort: skip  (before ckpt_ops: it sets what Triton reads)
+from helpers_backends import DEVICES, READY, SLOW, Backend, alike, unserved  # isort: skip  (before ckpt_ops: it sets what Triton reads)
 
 import ckpt_ops
 
@@ -32,7 +32,10 @@ SHARE = [
 
 
 def pytest_report_header():
-    return [f"ckpt_ops backend {name}: {state}" for name, state in ckpt_ops.backends().items()]
+    lines = [f"ckpt_ops backend {name}: {state}" for name, state in ckpt_ops.backends().items()]
+    if left := [name for name in READY if name in SLOW]:
+        lines.append(f"deselected for {' and '.join(left)}, which are slow: whole models, and one of several alike tests")
+    return lines
 
 
 def pytest_configure(config):

@@ -23,6 +23,7 @@ from helpers_ops import ALL_OPS, EACH_OP  # noqa: E402
 # Where each backend's inputs live. cuda-host: the CUDA kernels, compiled for the CPU.
 DEVICES = {"reference": "cpu", "cpu": "cpu", "triton": "cuda" if GPU else "cpu", "cuda-host": "cpu"}
 OF_ALL_OPS = [f"test_{name}.py" for name in ("a_masks", "b_norms", "e_saved", "i_functional", "every_op", "mask")]
+OF_OPS = ("test_mask", "test_cuda_host", "test_triton", "test_gpu")  # tests of ops beside the folders ops and cases
 SLOW = ("cuda-host",) if GPU else ("triton", "cuda-host")  # backends that get the small shapes only
 
 
@@ -94,5 +95,4 @@ def alike(item):
     return item.path.name in OF_ALL_OPS and _name(item) in SLOW and op in ALL_OPS and op not in EACH_OP
 
 
-OF_OPS = ("test_mask", "test_cuda_host", "test_triton", "test_gpu")  # beside the folders ops and cases
 READY = ready()

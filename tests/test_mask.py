@@ -31,7 +31,7 @@ def test_philox_words(vector):
     assert [int(w) for w in reference.philox4x32(*tensors)] == words
 
 
-@pytest.mark.skipif("cpu" not in READY, reason="no compiled extension")
+@pytest.mark.skipif("cpu" not in READY, reason="the cpu backend is not under test")
 @pytest.mark.parametrize("vector", VECTORS["philox4x32_7"], ids=lambda v: f"{v['key'][0]:x}")
 def test_philox_words_of_the_extension(vector):
     assert native.extension().philox(vector["counter"], vector["key"]) == vector["words"]

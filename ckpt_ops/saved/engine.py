@@ -67,7 +67,7 @@ class Engine:
 
     def register(self, name, fn, inputs, outputs, guards=(), module=None):
         try:
-            held = {t.untyped_storage()._cdata for t in (*inputs, *guards) if isinstance(t, torch.Tensor)}
+            held = {storage_key(t) for t in (*inputs, *guards) if isinstance(t, torch.Tensor)}
         except NotImplementedError:
             raise Refused("an input has no storage: it is sparse, or of another layout without one") from None
         for out in outputs:
@@ -122,15 +122,13 @@ class Engine:
             self.replaced[packed.recipe.name] += 1
         else:
             packed = Stored(t) if _threads.offloader is None else _threads.offloader.keep(t)
-        if _threads.watch is not None:
-            _threads.watch(packed)
-        return packed
+        return handed_over(packed)
 
     def replace(self, t):
         """A handle if the tensor lies in a registered storage that has not changed since, else the tensor."""
         if type(t) is not torch.Tensor or t.layout is not torch.strided:
             return t
-        entry = self._entries.get(t.untyped_storage()._cdata)
+        entry = self._entries.get(storage_key(t))
         if entry is None:
             return t if t.dtype is self._dtype else self._replace_cast(t)
         return self._replace_registered(entry, t)
