@@ -6,6 +6,8 @@ import threading
 from collections import Counter
 
 import torch
+from torch import Tensor, strided
+from torch.nn import Parameter
 
 from .recipe import Entry, Handle, Recipe, Refused, Stored, storage_key
 from .verify import current_verifier
@@ -62,20 +64,16 @@ class Engine:
         self.accepts, self.verifier = accepts, verifier
         self.replaced, self.refused = Counter(), {}
         self._entries, self._sweep_at = {}, 256  # by storage
-        self._results = {}  # (graph node, number of its result): a handle of that registered output
+        self._results = {}  # (graph node, number of its result): entry
         self._dtype = None  # of all registered outputs, False where they differ
 
     def register(self, name, fn, inputs, outputs, guards=(), module=None):
         try:
-            held = {storage_key(t) for t in (*inputs, *guards) if isinstance(t, torch.Tensor)}
+            held = {storage_key(t) for t in (*inputs, *guards) if isinstance(t, Tensor)}
         except NotImplementedError:
             raise Refused("an input has no storage: it is sparse, or of another layout without one") from None
         for out in outputs:
-            if (
-                type(out) is not torch.Tensor
-                or out.layout is not torch.strided
-                or torch._C._functorch.is_functorch_wrapped_tensor(out)
-            ):
+            if type(out) is not Tensor or out.layout is not strided or torch._C._functorch.is_functorch_wrapped_tensor(out):
                 raise Refused(f"an output is a {type(out).__name__}, not a plain tensor")
             if storage_key(out) in held:
                 raise Refused("it returns its input's own memory (in place, or a view)")
@@ -83,20 +81,20 @@ class Engine:
         if self.verifier is not None:
             recipe.source = self.verifier.source(name, module)
         for index, out in enumerate(outputs):
-            self._entries[storage_key(out)] = Entry(recipe, index, out)
-            self._dtype = out.dtype if self._dtype in (None, out.dtype) else False
+            self._entries[storage_key(out)] = entry = Entry(recipe, index, out)
+            self._dtype = entry.dtype if self._dtype in (None, entry.dtype) else False
             if (node := out.grad_fn) is not None:
-                self._results[node, out.output_nr] = (recipe, index, out.size(), out.stride(), out.storage_offset())
+                self._results[node, out.output_nr] = entry
         if max(len(self._entries), len(self._results)) > self._sweep_at:
             self._sweep()
 
     def _input(self, t):
         """What a recipe holds of its input."""
-        if type(t) is torch.nn.Parameter or not isinstance(t, torch.Tensor):
+        if type(t) is Parameter or not isinstance(t, Tensor):
             return t
-        if t.grad_fn is not None:
-            t = t.detach()
         packed = self.replace(t)
+        if packed is t and t.grad_fn is not None:
+            packed = t = t.detach()
         if _threads.offloader is None or type(packed) is Handle:
             return packed
         with _threads.offloader.because("made again from"):
@@ -105,14 +103,13 @@ class Engine:
 
     def knows(self, t):
         """Whether the tensor lies in a registered storage."""
-        entry = self._entries.get(storage_key(t)) if type(t) is torch.Tensor else None
-        return entry is not None and not entry.storage.expired() and entry.version == t._version
+        entry = self._entries.get(storage_key(t)) if type(t) is Tensor else None
+        return entry is not None and not entry.expired() and entry.version == t._version
 
     def _sweep(self):
         """Drops storages that are gone, and with them the inputs that their recipes hold, and their graph nodes."""
-        self._entries = {key: entry for key, entry in self._entries.items() if not entry.storage.expired()}
-        alive = {(id(entry.recipe), entry.index) for entry in self._entries.values()}
-        self._results = {key: made for key, made in self._results.items() if (id(made[0]), made[1]) in alive}
+        self._entries = {key: entry for key, entry in self._entries.items() if not entry.expired()}
+        self._results = {key: entry for key, entry in self._results.items() if not entry.expired()}
         self._sweep_at = max(256, 2 * len(self._entries), 2 * len(self._results))
 
     def pack(self, t):
@@ -126,7 +123,7 @@ class Engine:
 
     def replace(self, t):
         """A handle if the tensor lies in a registered storage that has not changed since, else the tensor."""
-        if type(t) is not torch.Tensor or t.layout is not torch.strided:
+        if type(t) is not Tensor or t.layout is not strided:
             return t
         entry = self._entries.get(storage_key(t))
         if entry is None:
@@ -134,7 +131,7 @@ class Engine:
         return self._replace_registered(entry, t)
 
     def _replace_registered(self, entry, t):
-        if entry.storage.expired():
+        if entry.expired():
             del self._entries[storage_key(t)]
             return t
         name = entry.recipe.name
@@ -143,7 +140,7 @@ class Engine:
             return t
         if t.dtype != entry.dtype or t.is_conj() or t.is_neg():
             return t
-        return Handle.of(entry.recipe, entry.index, t)
+        return Handle(entry.recipe, entry.index, t)
 
     def _replace_cast(self, t):
         """A handle if the tensor is a registered output in another dtype, as autocast makes it for each consumer."""
@@ -154,11 +151,12 @@ class Engine:
         source = self._results.get(node.next_functions[0])
         if source is None:
             return t
-        recipe = Recipe(f"{source[0].name} in {t.dtype}", functools.partial(_cast, t.dtype), [Handle(*source)], (), [cast])
+        made_from = [Handle(source.recipe, source.index)]
+        recipe = Recipe(f"{source.recipe.name} in {t.dtype}", functools.partial(_cast, t.dtype), made_from, (), [cast])
         if self.verifier is not None:
             recipe.source = self.verifier.source(recipe.name, None)
         self._entries[storage_key(t)] = Entry(recipe, 0, cast)
-        return Handle.of(recipe, 0, t)
+        return Handle(recipe, 0, t)
 
     def unpack(self, packed):
         return packed.tensor()

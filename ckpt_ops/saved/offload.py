@@ -94,7 +94,7 @@ class Offloader:
         if moved is None or moved.storage.expired() or moved.version != t._version:
             moved = self._moved[key] = Moved(self._copied(t), t)
             self.rows.append(Row.of(t, self._why))
-        return Handle.of(moved, 0, t)
+        return Handle(moved, 0, t)
 
     @contextlib.contextmanager
     def because(self, why):

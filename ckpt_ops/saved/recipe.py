@@ -4,7 +4,7 @@ import contextlib
 import threading
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor
 
 # One regeneration at a time: recipes nest, and consumers of one value may run in several threads.
 _lock = threading.RLock()
@@ -26,8 +26,8 @@ class Recipe:
 
     def __init__(self, name, fn, inputs, guards, outputs):
         self.name, self.fn, self.inputs = name, fn, inputs
-        self.guards = [(t, t._version) for t in (*guards, *inputs) if isinstance(t, torch.Tensor)]
-        self.autocast = autocast_state(outputs[0].device.type)
+        self.guards = [(t, t._version) for t in (*guards, *inputs) if isinstance(t, Tensor)]
+        self.autocast = autocast_state(outputs[0].device)
         self.nbytes = [out.untyped_storage().nbytes() for out in outputs]
         self.handles = self.runs = self._left = 0
         self._values = self.source = None
@@ -71,19 +71,15 @@ class Recipe:
 
 
 class Handle:
-    """What autograd holds instead of a tensor: a place on a recipe's output."""
+    """What autograd holds instead of a tensor: a place on a recipe's output, or all of it."""
 
-    __slots__ = ("recipe", "index", "size", "stride", "offset", "original")
+    __slots__ = ("recipe", "index", "place", "original")
 
-    def __init__(self, recipe, index, size, stride, offset, original=None):
+    def __init__(self, recipe, index, t=None):
         recipe.handles += 1
-        self.recipe, self.index, self.original = recipe, index, original
-        self.size, self.stride, self.offset = size, stride, offset
-
-    @classmethod
-    def of(cls, recipe, index, t):
-        original = recipe.source.original(t) if recipe.source is not None else None
-        return cls(recipe, index, t.size(), t.stride(), t.storage_offset(), original)
+        self.recipe, self.index = recipe, index
+        self.place = None if t is None else (t.size(), t.stride(), t.storage_offset())
+        self.original = None if t is None or recipe.source is None else recipe.source.original(t)
 
     def held(self):
         """The tensors that this handle keeps alive: what its recipe, and the recipes of that one's inputs, start from."""
@@ -101,7 +97,8 @@ class Handle:
         return value
 
     def _made(self):
-        return self.recipe.take(self.index).as_strided(self.size, self.stride, self.offset)
+        value = self.recipe.take(self.index)
+        return value if self.place is None else value.as_strided(*self.place)
 
 
 class Stored:
@@ -128,26 +125,32 @@ class Stored:
 class Entry:
     """A registered storage. It is known by a weak reference: an address is reused as soon as it is freed."""
 
-    __slots__ = ("recipe", "index", "storage", "version", "dtype")
+    __slots__ = ("recipe", "index", "version", "dtype", "_weak")
 
     def __init__(self, recipe, index, t):
-        self.recipe, self.index = recipe, index
-        self.storage, self.version, self.dtype = StorageWeakRef(t.untyped_storage()), t._version, t.dtype
+        self.recipe, self.index, self.version, self.dtype = recipe, index, t._version, t.dtype
+        self._weak = t.untyped_storage()._weak_ref()  # what torch.multiprocessing's StorageWeakRef wraps
+
+    def expired(self):
+        return torch.UntypedStorage._expired(self._weak)
+
+    def __del__(self, free=torch.UntypedStorage._free_weak_ref):
+        free(self._weak)
 
 
 def storage_key(t):
     return t.untyped_storage()._cdata
 
 
-def autocast_state(device_type):
-    """(device type, enabled, dtype) where autocast matters for what runs now, else None."""
-    if not torch.is_autocast_enabled(device_type):
-        return (device_type, False, None)
-    return (device_type, True, torch.get_autocast_dtype(device_type))
+def autocast_state(device):
+    """(device, whether autocast is on for what runs there now, its dtype)"""
+    if not torch._C._is_any_autocast_enabled() or not torch.is_autocast_enabled(device.type):
+        return (device, False, None)
+    return (device, True, torch.get_autocast_dtype(device.type))
 
 
 def restored_autocast(state):
-    device_type, enabled, dtype = state
-    if not enabled and not torch.is_autocast_enabled(device_type):
+    device, enabled, dtype = state
+    if not enabled and not torch._C._is_any_autocast_enabled():
         return contextlib.nullcontext()
-    return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False)
+    return torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
