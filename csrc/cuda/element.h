@@ -117,6 +117,11 @@ struct Columns {
   const void* data;
   bool computed;  // in the compute type
 
+  // The value at column c, where there are any.
+  __device__ __forceinline__ compute_t<T> at(int64_t c) const {
+    return computed ? static_cast<const compute_t<T>*>(data)[c] : widen(static_cast<const T*>(data)[c]);
+  }
+
   // Values at columns [c, c + 8), n of them there; `absent` and 0 stand for what is not there.
   __device__ __forceinline__ void load(int64_t c, int64_t n, bool wide, compute_t<T> absent, compute_t<T> (&values)[kPack]) const {
     using A = compute_t<T>;

@@ -7,7 +7,7 @@
 
 namespace ckpt::cuda {
 
-template <typename T_, bool RMS, bool FUSED>
+template <typename T_, bool FUSED>
 struct BackwardRow {
   using T = T_;
   using A = compute_t<T>;
@@ -27,7 +27,7 @@ struct BackwardRow {
   Rows<T> dx, dresidual;
   A* row_means;  // [M, 2]
   DeviceMask mask;
-  bool from_output, wide;
+  bool rms, from_output, wide;
 
   __device__ __forceinline__ Raw load(int64_t m, int64_t c, int64_t n) const {
     Raw raw{load_pack(dy.at(m, c), n, wide), load_pack(saved.at(m, c), n, wide), {}};
@@ -59,9 +59,14 @@ struct BackwardRow {
 #pragma unroll
     for (int k = 0; k < kPack; ++k) {
       const A g = t.dy[k] * t.w[k];
-      if (!RMS) sums.a += g;
+      sums.a += g;
       sums.b += g * t.xhat[k];
     }
+  }
+
+  // mean(g), which has no part in an RMS norm, and mean(g * xhat).
+  __device__ __forceinline__ TwoSums<A> means(const TwoSums<A>& sums, int64_t N) const {
+    return {rms ? A(0) : sums.a / A(N), sums.b / A(N)};
   }
 
   // The gradient of the norm's input, plus dr.
@@ -89,13 +94,10 @@ struct BackwardRow {
   }
 };
 
-template <typename A>
-__device__ __forceinline__ TwoSums<A> divided(const TwoSums<A>& sums, int64_t N) { return {sums.a / A(N), sums.b / A(N)}; }
-
 // The block's rows are the groups blockIdx.x * blockDim.y + threadIdx.y of the partial sums.
 template <typename T, bool RMS, bool FUSED, int PACKS>
-__global__ void __launch_bounds__(kRowThreads) norm_bwd_kernel(const BackwardRow<T, RMS, FUSED> row, const int64_t M, const int64_t N,
-                                                               const Partials<compute_t<T>> partials) {
+__global__ void __launch_bounds__(kRowThreads, 1) norm_bwd_kernel(const BackwardRow<T, FUSED> row, const int64_t M, const int64_t N,
+                                                                  const Partials<compute_t<T>> partials) {
   using A = compute_t<T>;
   CKPT_SHARED(TwoSums<A>, parts);
   // Registers hold two sums a column; a third, dinput_bias, lies in shared memory, each thread's own: [PACKS * kPack, threads].
@@ -108,7 +110,7 @@ __global__ void __launch_bounds__(kRowThreads) norm_bwd_kernel(const BackwardRow
   A dw[PACKS][kPack] = {}, db[PACKS][kPack] = {};
   for (int64_t group = blockIdx.x; group * blockDim.y < M; group += gridDim.x) {
     const int64_t m = group * blockDim.y + threadIdx.y, end = m < M ? N : 0;
-    typename BackwardRow<T, RMS, FUSED>::Raw raw[PACKS] = {};
+    typename BackwardRow<T, FUSED>::Raw raw[PACKS] = {};
 #pragma unroll
     for (int i = 0; i < PACKS; ++i)
       if (mine + i * width < end) raw[i] = row.load(m, mine + i * width, end - mine - i * width);
@@ -126,7 +128,7 @@ __global__ void __launch_bounds__(kRowThreads) norm_bwd_kernel(const BackwardRow
       }
     }
     if (!FUSED && row.dx.data == nullptr) continue;  // sums alone are wanted: the same ones
-    const TwoSums<A> means = divided(merge_over_row(sums, parts), N);
+    const TwoSums<A> means = row.means(merge_over_row(sums, parts), N);
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       const int64_t c = mine + i * width;
@@ -152,8 +154,8 @@ __global__ void __launch_bounds__(kRowThreads) norm_bwd_kernel(const BackwardRow
     }
 }
 
-template <typename T, bool RMS, bool FUSED>
-__global__ void __launch_bounds__(kRowThreads) norm_bwd_looped_kernel(const BackwardRow<T, RMS, FUSED> row, const int64_t M, const int64_t N) {
+template <typename T, bool FUSED>
+__global__ void __launch_bounds__(kRowThreads, 1) norm_bwd_looped_kernel(const BackwardRow<T, FUSED> row, const int64_t M, const int64_t N) {
   using A = compute_t<T>;
   CKPT_SHARED(TwoSums<A>, parts);
   const Draws draws(row.mask);
@@ -163,11 +165,11 @@ __global__ void __launch_bounds__(kRowThreads) norm_bwd_looped_kernel(const Back
     const auto s = row.statistics(m < M ? m : M - 1);
     TwoSums<A> sums;
     for (int64_t c = mine; c < end; c += width) row.add_sums(row.terms(row.load(m, c, end - c), s, c, end - c), sums);
-    const TwoSums<A> means = divided(merge_over_row(sums, parts), N);
+    const TwoSums<A> means = row.means(merge_over_row(sums, parts), N);
     if (row.row_means && threadIdx.x == 0 && m < M) row.row_means[2 * m] = means.a, row.row_means[2 * m + 1] = means.b;
     for (int64_t first = 0; first < N; first += width) {
       const int64_t c = first + mine;
-      typename BackwardRow<T, RMS, FUSED>::Raw raw = {};
+      typename BackwardRow<T, FUSED>::Raw raw = {};
       if (c < end) raw = row.load(m, c, end - c);
       A d[kPack];
       row.gradient(raw, row.terms(raw, s, c, end - c), s.rstd, means, d);
@@ -177,13 +179,13 @@ __global__ void __launch_bounds__(kRowThreads) norm_bwd_looped_kernel(const Back
 }
 
 // The sums over rows alone: dw, db and, FUSED, dinput_bias from the rows' means.
-template <typename T_, bool RMS, bool FUSED>
+template <typename T_, bool FUSED>
 struct BackwardColumns {
   using T = T_;
   using A = compute_t<T>;
-  using Raw = typename BackwardRow<T, RMS, FUSED>::Raw;
+  using Raw = typename BackwardRow<T, FUSED>::Raw;
   static constexpr int kSums = FUSED ? 3 : 2;
-  BackwardRow<T, RMS, FUSED> row;
+  BackwardRow<T, FUSED> row;
 
   __device__ Draws begin(int64_t, int64_t) const { return Draws(row.mask); }
   __device__ Raw load(int64_t m, int64_t c, int64_t n) const { return row.load(m, c, n); }

@@ -5,7 +5,7 @@
 namespace ckpt::cuda {
 
 template <typename T, bool RMS, bool FUSED, int PACKS>
-void launch_norm_bwd(const BackwardRow<T, RMS, FUSED>& row, const NormBackward& args, const Partials<compute_t<T>>& partials,
+void launch_norm_bwd(const BackwardRow<T, FUSED>& row, const NormBackward& args, const Partials<compute_t<T>>& partials,
                      const Device& device) {
   const RowPlan plan = plan_rows(args.M, args.N, PACKS);
   const bool sums = args.sums.groups > 0;
@@ -18,18 +18,19 @@ void launch_norm_bwd(const BackwardRow<T, RMS, FUSED>& row, const NormBackward& 
 template <bool RMS, bool FUSED, typename T>
 void norm_backward_of(T, const NormBackward& args, const Device& device) {
   using A = compute_t<T>;
-  BackwardRow<T, RMS, FUSED> row{rows<T>(args.dy),
-                                 rows<T>(args.saved),
-                                 rows<T>(args.dr),
-                                 static_cast<const A*>(args.mean),
-                                 static_cast<const A*>(args.rstd),
-                                 {columns<T>(args.weight), columns<T>(args.bias), A(args.offset)},
-                                 {static_cast<T*>(args.dx), args.N},
-                                 {static_cast<T*>(args.dresidual), args.N},
-                                 static_cast<A*>(args.row_means),
-                                 args.mask,
-                                 args.from_output,
-                                 false};
+  BackwardRow<T, FUSED> row{rows<T>(args.dy),
+                            rows<T>(args.saved),
+                            rows<T>(args.dr),
+                            static_cast<const A*>(args.mean),
+                            static_cast<const A*>(args.rstd),
+                            {columns<T>(args.weight), columns<T>(args.bias), A(args.offset)},
+                            {static_cast<T*>(args.dx), args.N},
+                            {static_cast<T*>(args.dresidual), args.N},
+                            static_cast<A*>(args.row_means),
+                            args.mask,
+                            RMS,
+                            args.from_output,
+                            false};
   row.wide = aligned(row.dy) && aligned(row.saved) && aligned(row.dr) && aligned(row.affine.weight) && aligned(row.affine.bias) &&
              aligned(args.dresidual) && aligned_rows<T>(args.N, args.dx);
   Partials<A> partials;
@@ -43,10 +44,10 @@ void norm_backward_of(T, const NormBackward& args, const Device& device) {
   }
   if (args.dx || args.dresidual) {
     const RowPlan plan = plan_rows(args.M, args.N, 1);
-    CKPT_LAUNCH((norm_bwd_looped_kernel<T, RMS, FUSED>), grid_of(plan.groups), plan.block, kMaxWarps * sizeof(TwoSums<A>), device.stream,
+    CKPT_LAUNCH((norm_bwd_looped_kernel<T, FUSED>), grid_of(plan.groups), plan.block, kMaxWarps * sizeof(TwoSums<A>), device.stream,
                 row, args.M, args.N);
   }
-  if (args.sums.groups > 0) launch_strips(BackwardColumns<T, RMS, FUSED>{row}, args.M, args.N, args.sums, device);
+  if (args.sums.groups > 0) launch_strips(BackwardColumns<T, FUSED>{row}, args.M, args.N, args.sums, device);
 }
 
 template <bool RMS, bool FUSED>

@@ -46,10 +46,11 @@ struct DropoutAdd {
 
   __device__ __forceinline__ void load_bias(int64_t c, int64_t n, A (&bias)[kPack]) const {
     if (mask.pieces == 1 || input_bias.data == nullptr) return input_bias.load(c, n, wide, A(0), bias);
-    for (int k = 0; k < kPack; ++k) {  // a pack may begin in one row of x and end in the next
-      A one[kPack];
-      input_bias.load((c + k) % mask.columns, k < n ? 1 : 0, false, A(0), one);
-      bias[k] = one[0];
+    int64_t column = c % mask.columns;  // a pack may begin in one row of x and end in the next
+#pragma unroll
+    for (int k = 0; k < kPack; ++k) {
+      bias[k] = k < n ? input_bias.at(column) : A(0);
+      if (++column == mask.columns) column = 0;
     }
   }
 
@@ -107,8 +108,8 @@ __device__ __forceinline__ A mean_of(const SumOfSquares<A>&, A) { return A(0); }
 
 // PACKS a thread, or 0 for a row that is looped over twice.
 template <typename Source, bool RMS, int PACKS>
-__global__ void __launch_bounds__(kRowThreads) norm_fwd_kernel(const Source source, const NormOutput<typename Source::T> out,
-                                                               const int64_t M, const int64_t N) {
+__global__ void __launch_bounds__(kRowThreads, 1) norm_fwd_kernel(const Source source, const NormOutput<typename Source::T> out,
+                                                                  const int64_t M, const int64_t N) {
   using T = typename Source::T;
   using A = compute_t<T>;
   using Part = part_of<RMS, A>;

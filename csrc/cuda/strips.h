@@ -71,8 +71,8 @@ __device__ __forceinline__ void store_sums(const A (&sums)[SUMS][kPack], const P
 // Op: types T, Raw, State; `begin` once a thread, `load` and `finish` once a row, kSums sums over rows.
 // Lanes without work walk along: a warp's draws are made together.
 template <typename Op>
-__global__ void __launch_bounds__(kStripThreads) strip_kernel(const Op op, const int64_t M, const int64_t C,
-                                                              const Partials<compute_t<typename Op::T>> partials) {
+__global__ void __launch_bounds__(kStripThreads, 1) strip_kernel(const Op op, const int64_t M, const int64_t C,
+                                                                 const Partials<compute_t<typename Op::T>> partials) {
   using A = compute_t<typename Op::T>;
   constexpr int U = kInFlight<typename Op::T>;
   const int64_t c = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kPack, n = C - c;
