@@ -33,10 +33,10 @@ test: .venv/.built  ## the tests, in JOBS processes
 test-asan: .venv/.package  ## the op tests on an extension with the address sanitizer
 	@echo "compiling the kernels with the address sanitizer: a minute or two, once"
 	CKPT_OPS_SANITIZE=address CKPT_OPS_VARIANTS=$(BEST) $(BIN)/python setup.py -q build --build-base $(ASAN) --build-lib $(ASAN)/lib
-	$(ASAN_ENV) CKPT_OPS_TEST_BACKENDS=cpu $(BIN)/python -m pytest -o pythonpath="$(ASAN)/lib ." tests/ops $(ARGS)
+	$(ASAN_ENV) CKPT_OPS_TEST_BACKENDS=cpu $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -o pythonpath="$(ASAN)/lib ." tests/ops $(ARGS)
 
 test-cuda-host: .venv/.built-best  ## the CUDA kernels on the CPU: values, sanitizers, race checker (CUDA's headers suffice)
-	CKPT_OPS_TEST_BACKENDS=cuda-host $(BIN)/python -m pytest tests/test_cuda_host.py tests/test_mask.py tests/ops $(ARGS)
+	CKPT_OPS_TEST_BACKENDS=cuda-host $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests/test_cuda_host.py tests/test_mask.py tests/ops $(ARGS)
 
 cuda-check:  ## compiles every CUDA kernel for every target: registers, spills, shared memory (nvcc, no GPU)
 	$(PYTHON) tests/cuda_host/cuda_check.py $(ARGS)

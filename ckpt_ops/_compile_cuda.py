@@ -141,14 +141,16 @@ def _output(command):
 def targets(toolkit, environ=os.environ, capabilities=()):
     """What to compile for, as nvcc names it: ["sm_80", "sm_90", "compute_90"].
 
-    TORCH_CUDA_ARCH_LIST as torch reads it; else these capabilities, (9, 0) each; else TARGETS as far as nvcc knows them.
+    TORCH_CUDA_ARCH_LIST as torch reads it; else these capabilities, (9, 0) each; else TARGETS as far as nvcc knows them,
+    and PTX of the first for whatever GPU comes.
     """
     if chosen := environ.get("TORCH_CUDA_ARCH_LIST", "").strip():
         return parse_targets(chosen)
     if capabilities:
         return [f"sm_{major}{minor}" for major, minor in sorted(set(capabilities))]
     known = _output([toolkit.nvcc, "--list-gpu-arch"]).split()
-    return parse_targets(";".join(t for t in TARGETS if f"compute_{t.replace('.', '')}" in known) + "+PTX")
+    known = [target for target in TARGETS if f"compute_{target.replace('.', '')}" in known]
+    return parse_targets(";".join([f"{known[0]}+PTX", *known[1:]]))
 
 
 def parse_targets(text):
@@ -196,9 +198,23 @@ def _digest(csrc, files, text):
 
 
 def _kernel_flags(toolkit, built_for):
-    code = [f"-gencode=arch=compute_{target.partition('_')[2]},code={target}" for target in built_for]
     # Its own folders are -I, which come first.
-    return [*KERNEL_FLAGS, "--compiler-options=-fPIC,-fvisibility=hidden", *code, *_each("-isystem", toolkit.borrowed)]
+    host = "--compiler-options=-fPIC,-fvisibility=hidden"
+    return [*KERNEL_FLAGS, host, *code_flags(built_for), *_each("-isystem", toolkit.borrowed)]
+
+
+def code_flags(built_for):
+    """nvcc's flags for these targets, ["sm_80", "sm_90", "compute_80"].
+
+    The kernels ask for nothing that the lowest target lacks: its PTX becomes the machine code of all. To make PTX is the
+    longer half of a compilation, and so it is done once.
+    """
+    plain = sorted((t for t in built_for if re.fullmatch(r"sm_\d+", t)), key=lambda t: int(t[3:]))
+    lowest = plain[0].replace("sm", "compute") if plain else None
+    shared = [*plain, *(t for t in built_for if t == lowest)]
+    groups = [(lowest, shared)] if plain else []
+    groups += [(t.replace("sm", "compute"), [t]) for t in built_for if t not in shared]
+    return [f"-gencode=arch={ptx},code=[{','.join(codes)}]" for ptx, codes in groups]
 
 
 def _each(flag, folders):

@@ -180,15 +180,28 @@ def test_arch_list_that_makes_no_sense():
 
 def test_what_is_compiled_for(find, toolkit):
     found = find(toolkit() / "bin")
-    assert cc.targets(found, {}) == ["sm_80", "sm_90", "sm_100", "sm_120", "compute_120"]
+    assert cc.targets(found, {}) == ["sm_80", "compute_80", "sm_90", "sm_100", "sm_120"]
     assert cc.targets(found, {"TORCH_CUDA_ARCH_LIST": "9.0"}, [(8, 0)]) == ["sm_90"]
     assert cc.targets(found, {}, [(9, 0), (8, 0), (9, 0)]) == ["sm_80", "sm_90"]
+
+
+@pytest.mark.parametrize(
+    ("built_for", "flags"),
+    [
+        (["sm_90"], ["compute_90,code=[sm_90]"]),
+        (["sm_100", "compute_80", "sm_80"], ["compute_80,code=[sm_80,sm_100,compute_80]"]),
+        (["sm_80", "sm_90a"], ["compute_80,code=[sm_80]", "compute_90a,code=[sm_90a]"]),
+        (["compute_90"], ["compute_90,code=[compute_90]"]),
+    ],
+)  # fmt: skip
+def test_one_ptx_serves_all_plain_targets(built_for, flags):
+    assert cc.code_flags(built_for) == [f"-gencode=arch={flag}" for flag in flags]
 
 
 def test_an_older_nvcc_is_asked_for_what_it_knows(find, toolkit):
     root = toolkit()
     script(root / "bin" / "nvcc", NVCC.format(version="13.0", root=root).replace(" compute_100 compute_120", ""))
-    assert cc.targets(find(root / "bin"), {}) == ["sm_80", "sm_90", "compute_90"]
+    assert cc.targets(find(root / "bin"), {}) == ["sm_80", "compute_80", "sm_90"]
 
 
 @pytest.mark.parametrize(
