@@ -4,6 +4,8 @@ import inspect
 import threading
 import types
 
+import torch
+
 
 class _Called(threading.local):
     module = None
@@ -23,8 +25,10 @@ class WrappedForward:
         self._hook = module.register_forward_pre_hook(self._calls)
 
     def _calls(self, module, args):
-        # A replica of torch.nn.DataParallel shares this object, and runs in a thread of its own.
-        self._called.module = module
+        # A replica of torch.nn.DataParallel shares this object, and runs in a thread of its own. torch.compile, which cannot
+        # read a module from there (torch 2.11), compiles no replica.
+        if not torch.compiler.is_compiling():
+            self._called.module = module
 
     def __getstate__(self):
         return {name: value for name, value in vars(self).items() if name != "_called"}
@@ -37,7 +41,9 @@ class WrappedForward:
         return inspect.signature(self._forward(self.module))
 
     def __call__(self, *args, **kwargs):
-        module, self._called.module = self._called.module or self.module, None
+        module = self.module
+        if not torch.compiler.is_compiling():
+            module, self._called.module = self._called.module or module, None
         return self.around(module, self._forward(module), args, kwargs)
 
     def _forward(self, module):
