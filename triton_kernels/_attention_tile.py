@@ -15,10 +15,10 @@ NO_MASK, BOOL_MASK, FLOAT_MASK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-@triton.jit
-def compute_type(ptr):
-    """What sums are kept in: float32, float64 for float64."""
-    return tl.constexpr(tl.float64 if ptr.dtype.element_ty == tl.float64 else tl.float32)
+@triton.constexpr_function
+def compute_type(dtype):
+    """What sums over elements of that type are kept in: float32, float64 for float64."""
+    return tl.float64 if dtype == tl.float64 else tl.float32
 
 
 @triton.jit

@@ -39,7 +39,7 @@ def _attention_fwd_kernel(
     D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    C: tl.constexpr = compute_type(q_ptr)
+    C: tl.constexpr = compute_type(q_ptr.dtype.element_ty)
     tiles = tl.cdiv(Nq, BLOCK_M)
     head = (tl.program_id(0) // tiles).to(tl.int64)  # of all batches
     b, h = head // heads, head % heads

@@ -54,7 +54,7 @@ def _attention_bwd_rows_kernel(
     o_ptr += b * stride_ob + h * stride_oh + int64(i0) * stride_om
     do = load_tile(do_ptr + tile_offsets(BLOCK_M, BLOCK_DV, stride_dom), i, Nq, DV)
     o = load_tile(o_ptr + tile_offsets(BLOCK_M, BLOCK_DV, stride_om), i, Nq, DV)
-    C: tl.constexpr = compute_type(o_ptr)
+    C: tl.constexpr = compute_type(o_ptr.dtype.element_ty)
     delta = tl.sum(do.to(C) * o.to(C), 1)
     if DROPOUT:
         delta /= true_scale(threshold, C)
@@ -73,7 +73,7 @@ def _attention_bwd_dkdv_kernel(
     D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    C: tl.constexpr = compute_type(q_ptr)
+    C: tl.constexpr = compute_type(q_ptr.dtype.element_ty)
     tiles = tl.cdiv(Nk + shift, BLOCK_N)
     kv_head = (tl.program_id(0) // tiles).to(tl.int64)  # of all batches
     kv_heads = heads // group
@@ -152,7 +152,7 @@ def _attention_bwd_dq_kernel(
     D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    C: tl.constexpr = compute_type(q_ptr)
+    C: tl.constexpr = compute_type(q_ptr.dtype.element_ty)
     tiles = tl.cdiv(Nq, BLOCK_M)
     head = (tl.program_id(0) // tiles).to(tl.int64)  # of all batches
     b, h = head // heads, head % heads

@@ -115,8 +115,8 @@ class SavedByPolicy:
     def __exit__(self, *error):
         suppressed = self._inner.__exit__(*error)
         with self._offloader.because("saved by a checkpoint's policy"):
-            for outputs in self._inner.storage.values():  # {op: {number of its call: its outputs}}
-                for call, output in outputs.items():
+            for outputs in self._inner.storage.values():  # of an op: {number of its call: outputs}, in torch 2.11 a list
+                for call, output in list(outputs.items() if isinstance(outputs, dict) else enumerate(outputs)):
                     outputs[call] = tree_map(self._moved, output)
         return suppressed
 
@@ -133,4 +133,7 @@ class _Fetched(torch_checkpoint._VersionWrapper):
         self._handle = handle
 
     def get_val(self, allow_cache_entry_mutation):
-        return torch_checkpoint._detach_helper(self._handle.tensor())
+        value = self._handle.tensor()
+        # As torch detaches what it caches: a tensor without autograd's data about views.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            return value.detach()

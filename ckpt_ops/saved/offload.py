@@ -121,7 +121,10 @@ class Offloader:
             return "not a plain strided tensor"
         if t.is_conj() or t.is_neg() or torch._C._functorch.is_functorch_wrapped_tensor(t):
             return "not a plain strided tensor"
-        return f"smaller than {self._min_bytes:,} bytes" if t.untyped_storage().nbytes() < self._min_bytes else None
+        nbytes = t.untyped_storage().nbytes()
+        if nbytes == 0:
+            return "empty"
+        return f"smaller than {self._min_bytes:,} bytes" if nbytes < self._min_bytes else None
 
     def _copied(self, t):
         """Begins the copy of the tensor's storage; returns what makes it again."""

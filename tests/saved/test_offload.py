@@ -226,7 +226,7 @@ def test_torchs_own_checkpoint_inside():
     expected = gradients(model, x)
     with everything() as offloader:
         y = checkpoint(model, x, use_reentrant=False)
-    assert [row.shape for row in offloader.rows if 0 not in row.shape] == [x.shape]  # torch 2.11 saves an empty tensor too
+    assert [row.shape for row in offloader.rows] == [x.shape]
     assert all(map(torch.equal, torch.autograd.grad(y.sin().sum(), list(model.parameters())), expected))
 
 
