@@ -226,7 +226,7 @@ def test_case_26_second_derivatives(backend, op):
         torch.autograd.grad(grads[0].sum(), t["x"])
 
 
-HIDDEN = [1, 2, 3, 7, 127, 129, 1000, 5120, 12288, 16384, 65537]
+HIDDEN = [1, 2, 3, 7, 127, 129, 1000, 5120, 12288, 16384, 16411, 65537]  # a slow backend loops over a row of 16411
 
 
 @norms
