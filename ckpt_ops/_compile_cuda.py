@@ -150,6 +150,10 @@ def targets(toolkit, environ=os.environ, capabilities=()):
         return [f"sm_{major}{minor}" for major, minor in sorted(set(capabilities))]
     known = _output([toolkit.nvcc, "--list-gpu-arch"]).split()
     known = [target for target in TARGETS if f"compute_{target.replace('.', '')}" in known]
+    if not known:
+        raise CannotCompileError(
+            f"{toolkit.nvcc} knows none of the targets {', '.join(TARGETS)}; TORCH_CUDA_ARCH_LIST names others"
+        )
     return parse_targets(";".join([f"{known[0]}+PTX", *known[1:]]))
 
 

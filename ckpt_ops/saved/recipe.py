@@ -144,13 +144,16 @@ def storage_key(t):
 
 def autocast_state(device):
     """(device, whether autocast is on for what runs there now, its dtype)"""
-    if not torch._C._is_any_autocast_enabled() or not torch.is_autocast_enabled(device.type):
-        return (device, False, None)
-    return (device, True, torch.get_autocast_dtype(device.type))
+    enabled = _autocasts(device)
+    return (device, enabled, torch.get_autocast_dtype(device.type) if enabled else None)
 
 
 def restored_autocast(state):
     device, enabled, dtype = state
-    if not enabled and not torch._C._is_any_autocast_enabled():
+    if not enabled and not _autocasts(device):
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
+def _autocasts(device):
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device.type)  # the first is quick

@@ -202,6 +202,9 @@ def test_an_older_nvcc_is_asked_for_what_it_knows(find, toolkit):
     root = toolkit()
     script(root / "bin" / "nvcc", NVCC.format(version="13.0", root=root).replace(" compute_100 compute_120", ""))
     assert cc.targets(find(root / "bin"), {}) == ["sm_80", "compute_80", "sm_90"]
+    script(root / "bin" / "nvcc", re.sub(r"compute_\d+ ?", "", NVCC.format(version="13.0", root=root)))
+    with refused("knows none of the targets 8.0, 9.0"):
+        cc.targets(find(root / "bin"), {})
 
 
 @pytest.mark.parametrize(
