@@ -45,7 +45,7 @@ class Row:
     seconds: float = 0.0
     error: str = ""
     registers: int = 0  # of a thread
-    spilled: int = 0  # bytes of a thread's stack on NVIDIA, registers on AMD
+    spilled: int = 0  # bytes of a thread's stack in memory
     shared: int = 0  # bytes of a program
     shared_limit: int = 0
     load_bits: int = 0  # the widest access of a thread
@@ -154,7 +154,7 @@ def _read_amd(row, asm):
         return max(int(n) for n in re.findall(rf"\.{name}:\s+(\d+)", text))
 
     row.load_bits, row.store_bits = widest("load"), widest("store")
-    row.registers, row.spilled = count("vgpr_count"), count("vgpr_spill_count") + count("sgpr_spill_count")
+    row.registers, row.spilled = count("vgpr_count"), count("private_segment_fixed_size")  # scalar registers spill to vector ones
 
 
 def compile_all(chosen, targets, jobs, done=lambda row: None):
@@ -174,10 +174,10 @@ def _compile_work(i):
 
 
 def problems(row):
-    """What must not be, in words: no spills on NVIDIA, shared memory that fits, 128-bit accesses where promised."""
+    """What must not be, in words: no spills, shared memory that fits, 128-bit accesses where promised."""
     if row.error:
         yield [line for line in row.error.splitlines() if line.strip(" ^")][-1]
-    if row.target in ("sm_80", "sm_90") and row.spilled:
+    if row.spilled:
         yield f"{row.spilled} bytes spilled"
     if row.shared > row.shared_limit:
         yield f"{row.shared} bytes of shared memory, {row.target} has {row.shared_limit}"

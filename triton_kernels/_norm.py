@@ -127,11 +127,12 @@ def _norm_bwd_kernel(
             saved = tl.load(saved_ptr + row[:, None] * stride_sm + col, mask=inside, other=0.0).to(ACC)
             rstd = row_statistic(rstd_ptr, row, M)
             xhat = _saved_xhat(saved, mean_ptr, rstd, row, M, w_inverse, b, RMS, FROM_OUTPUT)
+            if dx_ptr is not None:
+                g = dy * w
+                c1, c2 = grad_means(g, xhat, c1_ptr, c2_ptr, row, M, N, RMS)
+                tl.store(dx_ptr + row[:, None] * N + col, grad_input(g, xhat, rstd, c1, c2, RMS), mask=inside)
             if dw_ptr is not None:
                 dw += dy * xhat
-            if dx_ptr is not None:
-                c1, c2 = grad_means(dy * w, xhat, c1_ptr, c2_ptr, row, M, N, RMS)
-                tl.store(dx_ptr + row[:, None] * N + col, grad_input(dy * w, xhat, rstd, c1, c2, RMS), mask=inside)
     store_sum(dw_ptr, dw, program, col, N)
     store_sum(db_ptr, db, program, col, N)
 

@@ -120,7 +120,9 @@ def _dropout_add_norm_bwd_kernel(
 ):  # fmt: skip
     lane0 = tl.program_id(1) * BLOCK_N
     col = (lane0 + tl.arange(0, BLOCK_N) - shift)[None, :]
-    column = (col >= 0) & (col < N)
+    column = col < N
+    if seed_ptr is not None:  # without a mask there is no shift either
+        column &= col >= 0
     w = weight(w_ptr, col, column, OFFSET, ACC)
     dw, db, dinput_bias = tl.zeros([ROWS, BLOCK_N], ACC), tl.zeros([ROWS, BLOCK_N], ACC), tl.zeros([ROWS, BLOCK_N], ACC)
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
