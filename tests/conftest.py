@@ -42,6 +42,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: needs many GiB or tens of seconds; runs by default where they are there")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config, items):
     left = [item for item in items if unserved(item) or alike(item)]
     config.hook.pytest_deselected(items=left)

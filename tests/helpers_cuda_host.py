@@ -72,7 +72,7 @@ def build(variant, planted=None, stem=None):
 
     planted: another csrc, that csrc/cuda/{stem}.cu is taken from.
     """
-    folder = ROOT / "build" / "cuda-host" / variant
+    folder = ROOT / "build" / "cuda-host"  # of all variants: what has the same flags is compiled once
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -27,6 +27,12 @@ def rows(tmp_path_factory):
     return [Row(**row) for row in json.loads(path.read_text())]
 
 
+def test_this_file_stays_in_one_process(request):
+    """Or else all is compiled twice, and nothing says so."""
+    if request.config.getoption("loadgroup", False):  # pytest-xdist's, in a process of --dist loadgroup
+        assert request.node.nodeid.endswith("@test_triton_compile")
+
+
 def test_every_kernel_has_a_case(rows):
     jitted = re.compile(r"^@triton\.jit[^\n]*\n(?:[^\n]*\n)??def (\w+_kernel)\(", re.MULTILINE)
     kernels = {name for path in (ROOT / "triton_kernels").glob("*.py") for name in jitted.findall(path.read_text())}

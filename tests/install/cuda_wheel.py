@@ -2,7 +2,7 @@
 
     python tests/install/cuda_wheel.py FOLDER [--torch torch==X]
 
-FOLDER keeps the environment with torch (6 GB), so that a second run is quick. Skipped out loud without nvcc or disk.
+FOLDER keeps the environment with torch (6 GB), so that a second run is quick. Skipped out loud without nvcc, disk or that torch.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def venv(folder):
 
 
 def torch_venv(folder, torch):
-    """The environment with torch, made once."""
+    """The environment with torch, made once. CalledProcessError where pip cannot install it."""
     python, stamp = folder / "torch" / "bin" / "python", folder / "torch_is_there"
     if not stamp.exists() or stamp.read_text() != torch:
         start = time.monotonic()
@@ -107,7 +107,11 @@ def main():
     if reason := why_skipped(folder, shutil.which("nvcc"), shutil.disk_usage(folder).free):
         print(f"wheel-cuda: SKIPPED, {reason}")
         return 0
-    python = torch_venv(folder, options.torch)
+    try:
+        python = torch_venv(folder, options.torch)
+    except subprocess.CalledProcessError as error:
+        print(f"wheel-cuda: SKIPPED, {options.torch} cannot be installed here: pip ended with {error.returncode}")
+        return 0
     wheels = folder / "wheels"
     shutil.rmtree(wheels, ignore_errors=True)
     start = time.monotonic()
