@@ -154,7 +154,8 @@ def _read_amd(row, asm):
         return max(int(n) for n in re.findall(rf"\.{name}:\s+(\d+)", text))
 
     row.load_bits, row.store_bits = widest("load"), widest("store")
-    row.registers, row.spilled = count("vgpr_count"), count("private_segment_fixed_size")  # scalar registers spill to vector ones
+    row.registers = count("vgpr_count")
+    row.spilled = count("private_segment_fixed_size")  # scalar registers spill to vector registers, not to memory
 
 
 def compile_all(chosen, targets, jobs, done=lambda row: None):

@@ -46,10 +46,13 @@ class Attention(torch.autograd.Function):
         q, k, v, attn_mask, ctx.causal, ctx.scale, seed, *ctx.rest = inputs
         o, lse = output
         ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, o, lse, attn_mask, seed)
 
     @staticmethod
     def backward(ctx, do, _dlse):
+        if do is None:
+            return (None,) * 12
         q, k, v, o, lse, attn_mask, seed = ctx.saved_tensors
         *place, namespace = ctx.rest
         grads = op(namespace, "attention_bwd")(do, q, k, v, o, lse, attn_mask, ctx.causal, ctx.scale, seed, *place)

@@ -50,11 +50,14 @@ class LayerNorm(torch.autograd.Function):
         x, weight, bias, ctx.normalized_shape, _, ctx.from_output, ctx.namespace = inputs
         y, mean, rstd = output
         ctx.mark_non_differentiable(mean, rstd)
+        ctx.set_materialize_grads(False)  # their gradients would be zeros, written in every backward
         ctx.param_dtypes = [t.dtype if t is not None else None for t in (weight, bias)]
         save_norm(ctx, x, y, mean, rstd, weight, bias, ctx.from_output)
 
     @staticmethod
     def backward(ctx, dy, _dmean, _drstd):
+        if dy is None:
+            return (None,) * 7
         saved, mean, rstd, weight, bias = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         dx, dw, db = op(ctx.namespace, "layer_norm_bwd")(

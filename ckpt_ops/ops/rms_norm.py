@@ -49,11 +49,14 @@ class RMSNorm(torch.autograd.Function):
         x, weight, ctx.normalized_shape, _, ctx.offset, ctx.from_output, ctx.namespace = inputs
         y, rstd = output
         ctx.mark_non_differentiable(rstd)
+        ctx.set_materialize_grads(False)
         ctx.weight_dtype = None if weight is None else weight.dtype
         save_norm(ctx, x, y, None, rstd, weight, None, ctx.from_output)
 
     @staticmethod
     def backward(ctx, dy, _drstd):
+        if dy is None:
+            return (None,) * 7
         saved, _, rstd, weight, _ = ctx.saved_tensors
         needs = ctx.needs_input_grad[:2]
         dx, dw = op(ctx.namespace, "rms_norm_bwd")(

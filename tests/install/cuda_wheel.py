@@ -2,7 +2,7 @@
 
     python tests/install/cuda_wheel.py FOLDER [--torch torch==X]
 
-FOLDER keeps the environment with torch (6 GB), so that a second run is quick. Skipped out loud without nvcc, disk or that torch.
+FOLDER keeps the environment with torch (6 GB), so that a second run is quick. Skipped out loud without nvcc, disk or torch.
 """
 
 import argparse

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch._dynamo.testing
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ckpt_ops
@@ -185,6 +186,48 @@ def test_a_second_derivative_is_a_clear_error(fused, op):
     name = op.name if op.stem == "dropout_add_norm" else op.stem
     with pytest.raises(RuntimeError, match=rf'{name} has no double backward.*backend="reference"'):
         sum(g.square().sum() for g in grads).backward()
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@every
+def test_outputs_that_get_no_gradient(backend, op):
+    t = make(op, device=backend.device)
+    unused = sum(_NoGradient.apply(o).sum() for o in op.ours(t, **RANDOM))
+    for grad in torch.autograd.grad(unused, list(t.values()), allow_unused=True):
+        assert grad is None or (grad == 0).all()
+
+
+class _Seen(TorchDispatchMode):
+    """The names of all dispatcher ops that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **kwargs or {})
+
+
+@every
+def test_backward_is_our_kernel_alone(fused, op):
+    """No zeros are written in place of gradients that statistics do not have."""
+    t = make(op, device=fused.device)
+    outputs = op.ours(t, **RANDOM)
+    with _Seen() as seen:
+        torch.autograd.grad(outputs, list(t.values()), [torch.ones_like(o) for o in outputs])
+    ours = [name for name in seen.names if name.startswith("ckpt_ops")]
+    assert len(ours) == 1
+    assert set(seen.names) - {"aten::ones_like", "aten::detach", "aten::view", *ours} == set()
 
 
 # --- torch.func -----------------------------------------------------------------------------------------------------
