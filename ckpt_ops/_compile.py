@@ -32,7 +32,7 @@ def source_folder():
 def sources():
     """Every .cpp of the extension, sorted, so that a build is the same everywhere."""
     folder = source_folder()
-    return sorted([*folder.glob("common/*.cpp"), *folder.glob("cpu/*.cpp")])
+    return sorted(path for part in ("autograd", "common", "cpu") for path in folder.glob(f"{part}/*.cpp"))
 
 
 def headers():

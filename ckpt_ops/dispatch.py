@@ -79,9 +79,14 @@ def why_not(backend, op, x):
     return reasons
 
 
+def named(backend):
+    """The backend that the caller named, or None: backend=, use_backend, CKPT_OPS_BACKEND."""
+    return backend or _named
+
+
 def choose(op, backend, x):
     """The backend that serves this call of `op` on inputs like `x`. RuntimeError if a named one cannot."""
-    name = backend or _named
+    name = named(backend)
     if name is not None:
         _check_name(name)
         if reasons := why_not(name, op, x):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from .saved.engine import offloader_on_top, watched
-from .saved.recipe import Handle, Stored, storage_key
+from .saved.recipe import Handle, Stored, node_name, storage_key
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _keepers(output):
         if node is None or node in seen:
             continue
         seen.add(node)
-        name = node.name().rpartition("::")[2].removesuffix("0").removesuffix("Backward")
+        name = node_name(node)
         for value in _saved_by(node):
             label = f"{name} (through {value.recipe.name})" if isinstance(value, Handle) else name
             for t in _held(value):

@@ -44,6 +44,11 @@ def extension():
     return None if why_not() else _extension
 
 
+def loaded():
+    """The extension module if it is there by now, or None. Never compiles."""
+    return _extension
+
+
 def status():
     """What `why_not` would find, in words. Never compiles."""
     if _extension is not None:

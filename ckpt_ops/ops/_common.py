@@ -2,7 +2,7 @@
 
 import torch
 
-from .. import dispatch
+from .. import dispatch, native, saved
 from ..library import kernels
 
 
@@ -65,6 +65,18 @@ def call(function, *args):
         return function.apply(*args)
     unwrap = torch._C._functorch.unwrap_if_dead  # of a torch.func transform that has ended
     return super(torch.autograd.Function, function).apply(*[unwrap(a) if isinstance(a, torch.Tensor) else a for a in args])
+
+
+def plain_call(name, input, backend, *args):
+    """What the op's function in csrc/autograd returns: the result, all done at once, or None where it declines.
+
+    It takes plain tensors that a compiled kernel serves, and nothing else going on: no torch.compile, torch.func, torch
+    function mode. Its graph node does not show what it saved: where that is asked, it is not called.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or saved.is_watched():
+        return None
+    extension = native.loaded()
+    return extension and getattr(extension, name)(input, dispatch.named(backend), *args)
 
 
 class _FirstDerivativeOnly(torch.autograd.Function):

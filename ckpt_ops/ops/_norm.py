@@ -6,9 +6,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 
+def as_shape(normalized_shape):
+    return (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+
+
 def check_shape(name, input, normalized_shape, weight, bias=None):
     """normalized_shape as a tuple; ValueError unless it ends the input's shape and the parameters have it."""
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    shape = as_shape(normalized_shape)
     if len(shape) == 0 or tuple(input.shape[-len(shape) :]) != shape or len(shape) > input.dim():
         raise ValueError(
             f"{name}: normalized_shape {shape} must have at least one dimension and end the input's shape, "

@@ -20,10 +20,11 @@ from ._common import (
     first_derivative_only,
     op,
     param_grad,
+    plain_call,
     statistics_dtype,
     vmap_by_sample,
 )
-from ._norm import check_save, check_shape, output_tells_input, save_norm
+from ._norm import as_shape, check_save, check_shape, output_tells_input, save_norm
 
 
 @fake("layer_norm_fwd")
@@ -88,6 +89,11 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, *, sav
     Raises: TypeError, ValueError for bad input; RuntimeError if a named backend cannot serve, or for a second derivative.
     Source: Ba, Kiros, Hinton, arXiv:1607.06450.
     """
+    if save == "input":
+        y = plain_call("layer_norm", input, backend, normalized_shape, weight, bias, eps)
+        if y is not None:
+            _register(y, input, weight, bias, as_shape(normalized_shape), eps, "ckpt_ops")
+            return y
     check_floating("layer_norm", input=input, weight=weight, bias=bias)
     check_save("layer_norm", save)
     shape = check_shape("layer_norm", input, normalized_shape, weight, bias)
@@ -97,9 +103,14 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, *, sav
     from_output = save == "output" and output_tells_input(shape, weight, bias)
     namespace = dispatch.NAMESPACE[name]
     y = call(LayerNorm, *distinct(input, weight, bias), shape, float(eps), from_output, namespace)[0]
-    if saved.active() and not from_output:
-        saved.register("layer_norm", functools.partial(again, shape, float(eps), namespace), (input, weight, bias), (y,))
+    if not from_output:
+        _register(y, input, weight, bias, shape, float(eps), namespace)
     return y
+
+
+def _register(y, input, weight, bias, shape, eps, namespace):
+    if saved.active():
+        saved.register("layer_norm", functools.partial(again, shape, eps, namespace), (input, weight, bias), (y,))
 
 
 def again(shape, eps, namespace, x, weight, bias):

@@ -20,10 +20,11 @@ from ._common import (
     first_derivative_only,
     op,
     param_grad,
+    plain_call,
     statistics_dtype,
     vmap_by_sample,
 )
-from ._norm import check_save, check_shape, default_eps, output_tells_input, save_norm
+from ._norm import as_shape, check_save, check_shape, default_eps, output_tells_input, save_norm
 
 
 @fake("rms_norm_fwd")
@@ -86,6 +87,11 @@ def rms_norm(input, normalized_shape, weight=None, eps=None, *, offset=0.0, save
     Raises: TypeError, ValueError for bad input; RuntimeError if a named backend cannot serve, or for a second derivative.
     Source: Zhang, Sennrich, arXiv:1910.07467.
     """
+    if save == "input":
+        y = plain_call("rms_norm", input, backend, normalized_shape, weight, eps, offset)
+        if y is not None:
+            _register(y, input, weight, as_shape(normalized_shape), eps, offset, "ckpt_ops")
+            return y
     check_floating("rms_norm", input=input, weight=weight)
     check_save("rms_norm", save)
     shape = check_shape("rms_norm", input, normalized_shape, weight)
@@ -96,9 +102,15 @@ def rms_norm(input, normalized_shape, weight=None, eps=None, *, offset=0.0, save
     from_output = save == "output" and output_tells_input(shape, weight, offset=offset)
     namespace = dispatch.NAMESPACE[name]
     y = call(RMSNorm, *distinct(input, weight), shape, eps, float(offset), from_output, namespace)[0]
-    if saved.active() and not from_output:
-        saved.register("rms_norm", functools.partial(again, shape, eps, float(offset), namespace), (input, weight), (y,))
+    if not from_output:
+        _register(y, input, weight, shape, eps, float(offset), namespace)
     return y
+
+
+def _register(y, input, weight, shape, eps, offset, namespace):
+    if saved.active():
+        recipe = functools.partial(again, shape, default_eps(eps, input.dtype), offset, namespace)
+        saved.register("rms_norm", recipe, (input, weight), (y,))
 
 
 def again(shape, eps, offset, namespace, x, weight):

@@ -238,6 +238,11 @@ def watched(watch):
         _threads.watch = before
 
 
+def is_watched():
+    """Whether memory.kept counts what is saved now. It names the graph nodes that keep it, and asks them what they keep."""
+    return _threads.watch is not None
+
+
 @contextlib.contextmanager
 def regenerating():
     """For hand-written models: within the context, outputs of this package's norms and activations are regenerated.

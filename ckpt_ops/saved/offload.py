@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import copies
 from .engine import current, handed_over, offloads
-from .recipe import Handle, Recipe, Stored, storage_key
+from .recipe import Handle, Recipe, Stored, node_name, storage_key
 
 _UNDER_WAY = 2  # copies whose originals are still held
 
@@ -164,7 +164,7 @@ class Row:
 
     @classmethod
     def of(cls, t, why):
-        op = t.grad_fn.name().rpartition("::")[2].removesuffix("0").removesuffix("Backward") if t.grad_fn is not None else ""
+        op = node_name(t.grad_fn) if t.grad_fn is not None else ""
         module = _running_module()
         module = weakref.ref(module) if module is not None else None
         return cls(module, op, tuple(t.shape), t.dtype, t.untyped_storage().nbytes(), why)

@@ -138,6 +138,11 @@ class Entry:
         free(self._weak)
 
 
+def node_name(node):
+    """What a graph node computes the gradient of: "LayerNorm", "Addmm"."""
+    return node.name().rpartition("::")[2].removesuffix(">").removesuffix("0").removesuffix("Backward")
+
+
 def storage_key(t):
     return t.untyped_storage()._cdata
 
