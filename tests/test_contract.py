@@ -30,7 +30,8 @@ def schema_names():
 
 def _parts(stem):
     """Each part an op is made of, and whether it is there."""
-    files = [f"csrc/cpu/{stem}.cpp", f"csrc/cuda/{stem}.cu", f"triton_kernels/{stem}.py", f"tests/ops/test_{stem}.py"]
+    files = [f"csrc/autograd/{stem}.cpp", f"csrc/cpu/{stem}.cpp", f"csrc/cuda/{stem}.cu", f"triton_kernels/{stem}.py"]
+    files += [f"tests/ops/test_{stem}.py"]
     for file in files:
         yield file, (ROOT / file).exists() or file in NOT_WRITTEN
     yield f"a case in bench/cases.py with stem {stem!r}", any(case.stem == stem for case in bench.cases.small())

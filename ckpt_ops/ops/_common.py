@@ -60,23 +60,33 @@ def param_grad(grad, param_dtype, needed):
 
 
 def call(function, *args):
-    """function.apply(*args), all arguments given. torch's own apply binds them to the signature: twice a small op's time."""
+    """function.apply(*args), all arguments given. torch's own apply binds them to the signature: twice a small op's time.
+
+    Where csrc/autograd has the function, it serves what it does not decline, in a fraction of the time.
+    """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
+    if (twin := getattr(_extension(), function.__name__, None)) and (outputs := twin(*args)) is not None:
+        return outputs
     unwrap = torch._C._functorch.unwrap_if_dead  # of a torch.func transform that has ended
     return super(torch.autograd.Function, function).apply(*[unwrap(a) if isinstance(a, torch.Tensor) else a for a in args])
 
 
 def plain_call(name, input, backend, *args):
-    """What the op's function in csrc/autograd returns: the result, all done at once, or None where it declines.
-
-    It takes plain tensors that a compiled kernel serves, and nothing else going on: no torch.compile, torch.func, torch
-    function mode. Its graph node does not show what it saved: where that is asked, it is not called.
-    """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or saved.is_watched():
+    """The result of an op whose function in csrc/autograd does all, its checks too; None where it declines."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return None
-    extension = native.loaded()
+    extension = _extension()
     return extension and getattr(extension, name)(input, dispatch.named(backend), *args)
+
+
+def _extension():
+    """The extension with the functions of csrc/autograd, or None.
+
+    They take plain tensors that a compiled kernel serves, and decline all else with None. Their graph nodes do not show what
+    they saved: where that is asked, they are not called.
+    """
+    return None if saved.is_watched() else native.loaded()
 
 
 class _FirstDerivativeOnly(torch.autograd.Function):

@@ -112,7 +112,8 @@ def scaled_dot_product_attention(
                 "scaled_dot_product_attention: attn_mask requires a gradient, which the fused kernels do not compute; "
                 'detach it, or call with backend="reference"'
             )
-        o, _ = call(Attention, *distinct(q, k, v), attn_mask, causal, scale, *random, heads_total, dispatch.NAMESPACE[name])
+        rest = (causal, scale, *random, heads_total, dispatch.NAMESPACE[name])
+        o = call(Attention, *distinct(q, k, v), attn_mask, *rest)[0]
     if query.dim() > 3:
         return o if len(lead) == 1 else o.unflatten(0, lead)
     return o.squeeze(1) if query.dim() == 3 else o[0, 0]

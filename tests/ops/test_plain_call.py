@@ -9,68 +9,77 @@ from torch.overrides import TorchFunctionMode
 import ckpt_ops
 from ckpt_ops import native
 from helpers_backends import READY
+from helpers_numerics import SEED
+from helpers_ops import ALL_OPS, EACH_OP, PARAMETERS, make, run
 
 pytestmark = pytest.mark.skipif("cpu" not in READY or native.loaded() is None, reason="no compiled extension")
 
-NORMS = {
-    "LayerNorm": lambda x, w, b: ckpt_ops.layer_norm(x, (24,), w, b, backend="cpu"),
-    "RMSNorm": lambda x, w, b: ckpt_ops.rms_norm(x, 24, w, offset=0.5, backend="cpu"),
-}
-each = pytest.mark.parametrize("name", NORMS)
+# With save="output" a norm is Python's.
+OPS = [op for op in ALL_OPS if "output" not in op.name]
+every = pytest.mark.parametrize("op", OPS, ids=str)
+each = pytest.mark.parametrize("op", [op for op in EACH_OP if op in OPS], ids=str)
 
 
-def in_python(monkeypatch):
-    monkeypatch.setattr(native, "loaded", lambda: None)
-
-
-def inputs(dtype=torch.float32, parameters=torch.float32, needs=(True, True, True), given=(True, True)):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(5, 24, generator=generator).to(dtype).requires_grad_(needs[0])
-    w, b = (
-        torch.randn(24, generator=generator).to(parameters).requires_grad_(n) if g else None for g, n in zip(given, needs[1:])
-    )
-    return x, w, b
-
-
-def run(norm, x, w, b):
-    """(output, gradients, what is kept)"""
-    kept = []
-
-    def pack(t):
-        kept.append((tuple(t.shape), t.dtype))
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = norm(x, w, b)
-    wanted = [t for t in (x, w, b) if t is not None and t.requires_grad]
-    grads = torch.autograd.grad(y, wanted, torch.ones_like(y).cumsum(-1), allow_unused=True) if y.requires_grad else ()
-    return y, grads, sorted(kept, key=str)
+@pytest.fixture(autouse=True)
+def on_cpu():
+    with ckpt_ops.use_backend("cpu"):
+        yield
 
 
 def is_plain(y):
     return "CppNode" in y.grad_fn.name()
 
 
-@each
-@pytest.mark.parametrize(
-    "dtype, parameters", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64,) * 2]
-)
-def test_same_bits_and_same_tensors_kept(name, dtype, parameters, monkeypatch):
-    for needs, given in itertools.product(
-        itertools.product((True, False), repeat=3), itertools.product((True, False), repeat=2)
-    ):
-        arguments = inputs(dtype, parameters, needs, given)
-        y, grads, kept = run(NORMS[name], *arguments)
-        with monkeypatch.context() as patch:
-            in_python(patch)
-            expected, expected_grads, expected_kept = run(NORMS[name], *arguments)
-        assert torch.equal(y, expected) and y.requires_grad == expected.requires_grad
-        assert kept == expected_kept, (needs, given)
-        for grad, other in zip(grads, expected_grads, strict=True):
-            assert (grad is None) == (other is None)
-            assert grad is None or torch.equal(grad, other) and grad.dtype == other.dtype
-        if y.requires_grad:
-            assert is_plain(y) and not is_plain(expected)
+def run_and_look(op, tensors, p):
+    """(outputs and gradients, what is kept, whether C++ served it)"""
+    kept, served = [], []
+
+    def pack(t):
+        kept.append((tuple(t.shape), t.dtype))
+        return t
+
+    def call(tensors, **random):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            outputs = op.ours(tensors, **random)
+        served.append(any("CppNode" in name for name in _names(outputs[0].grad_fn)))
+        return outputs
+
+    return run(op, tensors, dict(p=p, seed=SEED), call=call), sorted(kept, key=str), served[0]
+
+
+def _names(node):
+    """Of a node, and of those behind a view or a cast."""
+    names, todo = set(), [node]
+    while todo:
+        if (node := todo.pop()) is not None:
+            names.add(node.name())
+            todo += [following for following, _ in node.next_functions]
+    return names
+
+
+def subsets(names):
+    return itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
+
+
+@every
+@pytest.mark.parametrize("dtype, param_dtype", [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.float64, None)])
+def test_same_bits_and_same_tensors_kept(op, dtype, param_dtype, monkeypatch):
+    names = list(op.shapes(op.shape))
+    parameters = [name for name in names if name in PARAMETERS]
+    for without in subsets(parameters):
+        for frozen in subsets([name for name in names if name not in without]):
+            for p in (0.0, 0.4, 1.0) if op.random and not frozen else (0.4,):
+                tensors = make(op, dtype=dtype, param_dtype=param_dtype, without=without, frozen=frozen)
+                results, kept, served = run_and_look(op, tensors, p)
+                with monkeypatch.context() as patch:
+                    patch.setattr(native, "loaded", lambda: None)
+                    expected, expected_kept, served_in_python = run_and_look(op, tensors, p)
+                assert kept == expected_kept, (without, frozen, p)
+                assert results.keys() == expected.keys()
+                for name, value in expected.items():
+                    assert torch.equal(results[name], value) and results[name].dtype == value.dtype, (name, without, frozen, p)
+                assert not served_in_python
+                assert served or len(frozen) + len(without) == len(names) or (op.stem == "dropout" and p == 0)
 
 
 class Subclass(torch.Tensor):
@@ -83,7 +92,7 @@ class Mode(TorchFunctionMode):
 
 
 def test_what_is_not_plain_is_declined():
-    x, w, b = inputs()
+    x, w, b = (torch.randn(size, requires_grad=True) for size in ((5, 24), 24, 24))
     assert is_plain(ckpt_ops.layer_norm(x, (24,), w, b))
     assert is_plain(ckpt_ops.layer_norm(torch.nn.Parameter(x.detach()), torch.Size([24]), w, b))
     for change in (
@@ -123,29 +132,29 @@ def test_errors_are_the_python_functions(change, error):
 
 
 @each
-def test_a_second_backward_is_torchs_error(name):
-    x, w, b = inputs()
-    y = NORMS[name](x, w, b).sum()
+def test_a_second_backward_is_torchs_error(op):
+    y = sum(o.sum() for o in op.ours(make(op), p=0.4, seed=torch.tensor([SEED])))
     y.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         y.backward()
 
 
 @each
-def test_an_in_place_change_of_what_is_kept_is_torchs_error(name):
-    x, w, b = inputs()
-    z = x * 1
-    y = NORMS[name](z, w, b)
-    z.add_(1)
+def test_an_in_place_change_of_what_is_kept_is_torchs_error(op):
+    seed = torch.tensor([SEED])
+    tensors = {name: t * 1 for name, t in make(op).items()}
+    outputs = op.ours(tensors, p=0.4, seed=seed)
+    with torch.no_grad():
+        (seed if op.random else tensors["x"]).add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
+        sum(o.sum() for o in outputs).backward()
 
 
 @each
-def test_compiled_autograd(name):
-    x, w, b = inputs()
-    y, grads, _ = run(NORMS[name], x, w, b)
+def test_compiled_autograd(op):
+    tensors = make(op)
+    expected = run(op, tensors, dict(p=0.4, seed=SEED))
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-        _, compiled, _ = run(NORMS[name], x, w, b)
-    for grad, other in zip(grads, compiled, strict=True):
-        assert grad is other or torch.equal(grad, other)
+        results = run(op, tensors, dict(p=0.4, seed=SEED))
+    for name, value in expected.items():
+        assert torch.equal(results[name], value), name
