@@ -30,7 +30,7 @@ def schema_names():
 
 def _parts(stem):
     """Each part an op is made of, and whether it is there."""
-    files = [f"csrc/autograd/{stem}.cpp", f"csrc/cpu/{stem}.cpp", f"csrc/cuda/{stem}.cu", f"triton_kernels/{stem}.py"]
+    files = [f"csrc/autograd/{stem}.h", f"csrc/cpu/{stem}.cpp", f"csrc/cuda/{stem}.cu", f"triton_kernels/{stem}.py"]
     files += [f"tests/ops/test_{stem}.py"]
     for file in files:
         yield file, (ROOT / file).exists() or file in NOT_WRITTEN

@@ -234,11 +234,4 @@ inline PyObject* as_tuple(std::initializer_list<Tensor> tensors) {
   return tuple.release();
 }
 
-inline PyMethodDef method(const char* name, PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
-  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
-}
-
-extern PyMethodDef act_dropout_method, attention_method, dropout_add_layer_norm_method, dropout_add_method,
-    dropout_add_rms_norm_method, dropout_method, layer_norm_method, rms_norm_method;
-
 }  // namespace ckpt

@@ -1,8 +1,8 @@
 // dropout and its backward, as ckpt_ops/ops/dropout.py has them.
+#pragma once
 #include "autograd/plain.h"
 
-namespace ckpt {
-namespace {
+namespace ckpt::functions::dropout {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
@@ -34,7 +34,7 @@ struct Dropout : torch::autograd::Function<Dropout> {
 };
 
 // Dropout(x, *place, namespace)
-PyObject* dropout(PyObject*, PyObject* const* values, Py_ssize_t count) {
+PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Arguments arguments(values, count);
   const Tensor x = arguments.tensor();
@@ -50,8 +50,4 @@ PyObject* dropout(PyObject*, PyObject* const* values, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-}  // namespace
-
-PyMethodDef dropout_method = method("Dropout", dropout);
-
-}  // namespace ckpt
+}  // namespace ckpt::functions::dropout

@@ -1,8 +1,8 @@
 // attention and its backward, as ckpt_ops/ops/attention.py has them.
+#pragma once
 #include "autograd/plain.h"
 
-namespace ckpt {
-namespace {
+namespace ckpt::functions::attention {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
@@ -63,7 +63,7 @@ struct Attention : torch::autograd::Function<Attention> {
 };
 
 // Attention(q, k, v, attn_mask, causal, scale, *place, heads_total, namespace) -> (o,)
-PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
+PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Arguments arguments(values, count);
   const Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
@@ -84,8 +84,4 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-}  // namespace
-
-PyMethodDef attention_method = method("Attention", attention);
-
-}  // namespace ckpt
+}  // namespace ckpt::functions::attention

@@ -1,8 +1,8 @@
 // dropout_add and its backward, as ckpt_ops/ops/dropout_add.py has them.
+#pragma once
 #include "autograd/plain.h"
 
-namespace ckpt {
-namespace {
+namespace ckpt::functions::dropout_add {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
@@ -48,7 +48,7 @@ struct DropoutAdd : torch::autograd::Function<DropoutAdd> {
 };
 
 // DropoutAdd(x, residual, bias, *place, namespace)
-PyObject* dropout_add(PyObject*, PyObject* const* values, Py_ssize_t count) {
+PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Arguments arguments(values, count);
   const Tensor x = arguments.tensor(), residual = arguments.tensor();
@@ -66,8 +66,4 @@ PyObject* dropout_add(PyObject*, PyObject* const* values, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-}  // namespace
-
-PyMethodDef dropout_add_method = method("DropoutAdd", dropout_add);
-
-}  // namespace ckpt
+}  // namespace ckpt::functions::dropout_add

@@ -1,8 +1,8 @@
 // act_dropout and its backward, as ckpt_ops/ops/act_dropout.py has them.
+#pragma once
 #include "autograd/plain.h"
 
-namespace ckpt {
-namespace {
+namespace ckpt::functions::act_dropout {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
@@ -47,7 +47,7 @@ struct ActDropout : torch::autograd::Function<ActDropout> {
 };
 
 // ActDropout(x, bias, act, *place, namespace)
-PyObject* act_dropout(PyObject*, PyObject* const* values, Py_ssize_t count) {
+PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Arguments arguments(values, count);
   const Tensor x = arguments.tensor();
@@ -65,8 +65,4 @@ PyObject* act_dropout(PyObject*, PyObject* const* values, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-}  // namespace
-
-PyMethodDef act_dropout_method = method("ActDropout", act_dropout);
-
-}  // namespace ckpt
+}  // namespace ckpt::functions::act_dropout

@@ -1,8 +1,8 @@
 // rms_norm and its backward, as ckpt_ops/ops/rms_norm.py has them, with save="input".
+#pragma once
 #include "autograd/plain.h"
 
-namespace ckpt {
-namespace {
+namespace ckpt::functions::rms_norm {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
@@ -51,7 +51,7 @@ struct RMSNorm : torch::autograd::Function<RMSNorm> {
 };
 
 // rms_norm(input, backend, normalized_shape, weight, eps, offset) -> Tensor, or None where it declines.
-PyObject* rms_norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
+PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Arguments arguments(values, count);
   const Tensor x = arguments.tensor();
@@ -70,8 +70,4 @@ PyObject* rms_norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-}  // namespace
-
-PyMethodDef rms_norm_method = method("rms_norm", rms_norm);
-
-}  // namespace ckpt
+}  // namespace ckpt::functions::rms_norm

@@ -1,8 +1,8 @@
 // layer_norm and its backward, as ckpt_ops/ops/layer_norm.py has them, with save="input".
+#pragma once
 #include "autograd/plain.h"
 
-namespace ckpt {
-namespace {
+namespace ckpt::functions::layer_norm {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
@@ -58,7 +58,7 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
 };
 
 // layer_norm(input, backend, normalized_shape, weight, bias, eps) -> Tensor, or None where it declines.
-PyObject* layer_norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
+PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Arguments arguments(values, count);
   const Tensor x = arguments.tensor();
@@ -77,8 +77,4 @@ PyObject* layer_norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-}  // namespace
-
-PyMethodDef layer_norm_method = method("layer_norm", layer_norm);
-
-}  // namespace ckpt
+}  // namespace ckpt::functions::layer_norm

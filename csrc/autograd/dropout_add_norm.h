@@ -1,8 +1,8 @@
 // dropout_add_layer_norm, dropout_add_rms_norm and their backwards, as ckpt_ops/ops/dropout_add_norm.py has them.
+#pragma once
 #include "autograd/plain.h"
 
-namespace ckpt {
-namespace {
+namespace ckpt::functions::dropout_add_norm {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
@@ -109,7 +109,7 @@ struct DropoutAddNorm : torch::autograd::Function<DropoutAddNorm<RMS>> {
 // DropoutAddLayerNorm(x, residual, input_bias, weight, bias, normalized_shape, eps, *place, namespace) -> (y, r)
 // DropoutAddRMSNorm(x, residual, input_bias, weight, normalized_shape, eps, offset, *place, namespace) -> (y, r)
 template <bool RMS>
-PyObject* dropout_add_norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
+PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Arguments arguments(values, count);
   const Tensor x = arguments.tensor(), residual = arguments.tensor();
@@ -135,9 +135,4 @@ PyObject* dropout_add_norm(PyObject*, PyObject* const* values, Py_ssize_t count)
   END_HANDLE_TH_ERRORS
 }
 
-}  // namespace
-
-PyMethodDef dropout_add_layer_norm_method = method("DropoutAddLayerNorm", dropout_add_norm<false>);
-PyMethodDef dropout_add_rms_norm_method = method("DropoutAddRMSNorm", dropout_add_norm<true>);
-
-}  // namespace ckpt
+}  // namespace ckpt::functions::dropout_add_norm
