@@ -118,8 +118,10 @@ class Arguments {
 
   std::string text() {
     PyObject* value = take();
-    if (declined || (declined = !PyUnicode_CheckExact(value))) return {};
-    return PyUnicode_AsUTF8(value);
+    const char* characters = !declined && PyUnicode_CheckExact(value) ? PyUnicode_AsUTF8(value) : nullptr;
+    if (characters != nullptr) return characters;
+    decline();
+    return {};
   }
 
   // The last argument: whose kernels.
@@ -157,14 +159,21 @@ class Arguments {
   PyObject* const* next_;
   PyObject* const* end_;
 
+  // Also where Python could not convert a value.
+  void decline() {
+    PyErr_Clear();
+    declined = true;
+  }
+
   PyObject* take() {
     if (next_ == end_) declined = true;
     return declined ? Py_None : *next_++;
   }
 
   int64_t integer(PyObject* value) {
-    if (!PyLong_CheckExact(value)) declined = true;
-    return declined ? 0 : PyLong_AsLongLong(value);
+    const long long number = !declined && PyLong_CheckExact(value) ? PyLong_AsLongLong(value) : -1;
+    if (number < 0) decline();  // nothing that is asked for is negative
+    return number;
   }
 };
 

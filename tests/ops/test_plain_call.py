@@ -116,6 +116,8 @@ def test_what_is_not_plain_is_declined():
     [
         (dict(normalized_shape=(23,)), ValueError),
         (dict(normalized_shape=()), ValueError),
+        (dict(normalized_shape=10**30), ValueError),
+        (dict(normalized_shape=(-24,)), ValueError),
         (dict(weight=torch.ones(23)), ValueError),
         (dict(weight=torch.ones(24, dtype=torch.int64)), TypeError),
         (dict(weight=torch.ones(24, device="meta")), ValueError),
