@@ -10,13 +10,13 @@
 
 #include <array>
 #include <limits>
-#include <optional>
 #include <string>
+
+#include "common/check.h"
 
 namespace ckpt {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 inline bool wrapped(const Tensor& t) {
   using c10::DispatchKey;
@@ -31,6 +31,9 @@ inline bool plain(const Tensor& t) {
   return t.layout() == at::kStrided && (t.is_cpu() || t.is_cuda()) && !wrapped(t) &&
          (dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf);
 }
+
+inline Tensor or_undefined(const OptionalTensor& t) { return t ? *t : Tensor(); }
+inline OptionalTensor if_defined(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 
 // Where a mask lies: what an op with randomness takes beside its tensors, checked by ckpt_ops/seeds.py.
 struct Place {
@@ -48,13 +51,9 @@ struct Place {
 
   static Place of(torch::autograd::AutogradContext* ctx, const Tensor& seed) {
     const auto origin = ctx->saved_data["origin"].toIntVector();
-    return {seed.defined() ? OptionalTensor(seed) : std::nullopt, ctx->saved_data["p"].toDouble(), ctx->saved_data["stream"].toInt(),
-            {origin[0], origin[1], origin[2]}};
+    return {if_defined(seed), ctx->saved_data["p"].toDouble(), ctx->saved_data["stream"].toInt(), {origin[0], origin[1], origin[2]}};
   }
 };
-
-inline Tensor or_undefined(const OptionalTensor& t) { return t ? *t : Tensor(); }
-inline OptionalTensor if_defined(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 
 // The arguments of a call from Python, read one by one; `declined` once one is not what it ought to be.
 class Arguments {
@@ -189,7 +188,7 @@ bool serves(const Op& op, const Tensor& t) {
 }
 
 inline bool needs_graph(const Tensor& t) { return t.requires_grad(); }
-inline bool needs_graph(const OptionalTensor& t) { return t.has_value() && t->requires_grad(); }
+inline bool needs_graph(const OptionalTensor& t) { return given(t) && t->requires_grad(); }
 
 template <class... T>
 bool recorded(const T&... tensors) {
