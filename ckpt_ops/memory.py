@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .saved.engine import offloader_on_top, watched
-from .saved.recipe import Handle, Stored, node_name, storage_key
+from .saved.recipe import Handle, Packed, node_name, storage_key
+from .saved.scope import offloader_on_top, watched
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def kept(fn, *args, **kwargs):
             parameters.add(storage_key(t))
         moved = offloader.replace(t) if offloader is not None else t
         # Detached: a kept output must not hold its own graph.
-        packed.append(moved if isinstance(moved, Handle) else _Packed(t.detach()))
+        packed.append(moved if isinstance(moved, Handle) else _Counted(t.detach()))
         return packed[-1]
 
     def unpack(saved):
@@ -107,15 +107,15 @@ def peak(fn, *args, **kwargs):
 _ELSEWHERE = ("outside the output's graph",)  # e.g. a checkpoint's inputs
 
 
-class _Packed(NamedTuple):
+class _Counted(NamedTuple):
     tensor: torch.Tensor
 
 
 def _held(value):
     """The tensors behind what autograd was given instead of a saved tensor."""
-    if isinstance(value, _Packed):
+    if isinstance(value, _Counted):
         yield value.tensor
-    elif isinstance(value, (Handle, Stored)):
+    elif isinstance(value, Packed):
         yield from value.held()
     elif isinstance(value, torch.Tensor):
         yield value

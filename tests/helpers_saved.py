@@ -4,7 +4,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ckpt_ops
-from ckpt_ops.saved import current, register
+from ckpt_ops.saved import current
 
 
 class Counted:
@@ -15,8 +15,8 @@ class Counted:
 
     def __call__(self, *inputs):
         y = self.fn(*inputs)
-        if current() is not None:
-            register(self.name, self.again, inputs, (y,))
+        if (engine := current()) is not None:
+            engine.register(self.name, self.again, inputs, (y,))
         return y
 
     def again(self, *inputs):

@@ -4,12 +4,14 @@ from torch import nn
 
 from .. import functional as F
 from ..ops.act_dropout import ACTIVATIONS
+from ..saved.accepts import registers
 from ._random import RandomModule
 
 
 class Dropout(RandomModule, nn.Dropout):
     """torch.nn.Dropout that keeps 8 bytes. `inplace` writes the result into the input, but needs room for both meanwhile."""
 
+    @registers
     def forward(self, input):
         y = F.dropout(input, self.p, self.training, **self.random())
         return input.copy_(y) if self.inplace and y is not input else y
@@ -28,6 +30,7 @@ class GELUDropout(RandomModule, nn.Module):
         _check_p(p)
         self.p, self.approximate = p, approximate
 
+    @registers
     def forward(self, input, bias=None):
         """input [..., C], bias [C] or None (e.g. of a Linear that was called without its own)."""
         return F.gelu_dropout(input, self.p, self.approximate, bias, self.training, **self.random())
@@ -50,6 +53,7 @@ class ActDropout(RandomModule, nn.Dropout):
             raise ValueError(f"unknown activation {act!r}; choose one of {', '.join(ACTIVATIONS)}")
         self.act = act
 
+    @registers
     def forward(self, input, bias=None):
         """input [..., C], bias [C] or None (e.g. of a Linear that was called without its own)."""
         return F.act_dropout(input, self.act, self.p, bias, self.training, **self.random())
@@ -66,6 +70,7 @@ class DropoutAdd(RandomModule, nn.Module):
         _check_p(p)
         self.p = p
 
+    @registers
     def forward(self, input, residual, bias=None):
         """input, residual [..., C] of one shape, bias [C] or None."""
         return F.dropout_add(input, residual, self.p, bias, self.training, **self.random())

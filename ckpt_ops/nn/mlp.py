@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from ..saved.accepts import registers
 from .dropout import ActDropout
 
 
@@ -26,6 +27,7 @@ class MLP(nn.Module):
         self.activation = ActDropout(activation, dropout)
         self.down = nn.Linear(intermediate, hidden, down_bias, device, dtype)
 
+    @registers
     def forward(self, input):
         """input [..., hidden] -> the same shape."""
         return self.down(self.activation(self.up(input)))

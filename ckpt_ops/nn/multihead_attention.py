@@ -9,6 +9,7 @@ from torch.nn.functional import linear
 
 from .. import functional as F
 from .. import saved
+from ..saved.accepts import registers
 from ._random import RandomModule
 
 _MAX_HEAD_DIM = 256  # of scaled_dot_product_attention
@@ -27,6 +28,7 @@ class MultiheadAttention(RandomModule, nn.MultiheadAttention):
 
     regenerable = {"qkv": ("",)}
 
+    @registers
     def forward(
         self, query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None, average_attn_weights=True,
         is_causal=False,
@@ -80,8 +82,8 @@ class MultiheadAttention(RandomModule, nn.MultiheadAttention):
 def _linear(x, weight, bias):
     """A projection whose result is regenerated where this module's are."""
     y = linear(x, weight, bias)
-    if saved.active():
-        saved.register("in_proj", linear, (x, weight, bias), (y,))
+    if engine := saved.active():
+        engine.register("in_proj", linear, (x, weight, bias), (y,))
     return y
 
 

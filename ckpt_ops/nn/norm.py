@@ -3,6 +3,7 @@
 from torch import nn
 
 from .. import functional as F
+from ..saved.accepts import registers
 from ._random import RandomModule
 from .dropout import _check_p
 
@@ -21,6 +22,7 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self.save = save
 
+    @registers
     def forward(self, input):
         return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, save=self.save)
 
@@ -44,6 +46,7 @@ class RMSNorm(nn.RMSNorm):
         if self.elementwise_affine:
             nn.init.constant_(self.weight, 1.0 - self.offset)
 
+    @registers
     def forward(self, input):
         return F.rms_norm(input, self.normalized_shape, self.weight, self.eps, offset=self.offset, save=self.save)
 
@@ -62,6 +65,7 @@ class DropoutAddLayerNorm(RandomModule, LayerNorm):
         _check_p(p)
         self.p = p
 
+    @registers
     def forward(self, input, residual, input_bias=None):
         """input, residual [..., *normalized_shape], input_bias [C] or None."""
         return F.dropout_add_layer_norm(
@@ -84,6 +88,7 @@ class DropoutAddRMSNorm(RandomModule, RMSNorm):
         _check_p(p)
         self.p = p
 
+    @registers
     def forward(self, input, residual, input_bias=None):
         """input, residual [..., *normalized_shape], input_bias [C] or None."""
         return F.dropout_add_rms_norm(

@@ -11,6 +11,7 @@ and 4 h in the feed-forward that is 16 h; no mask, no probabilities, no activati
 import torch
 from torch import nn
 
+from ..saved.accepts import registers
 from ._fused import act_dropout, dropout_add, dropout_add_norm
 from .dropout import Dropout
 from .multihead_attention import MultiheadAttention
@@ -31,6 +32,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         super().__init__(*args, **kwargs)
         _own_children(self)
 
+    @registers
     def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
         """src [B, N, C] (batch_first), [N, B, C] or [N, C] -> the same shape. Masks as in torch: True hides."""
         if src.is_nested:
@@ -59,6 +61,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         super().__init__(*args, **kwargs)
         _own_children(self)
 
+    @registers
     def forward(
         self, tgt, memory, tgt_mask=None, memory_mask=None, tgt_key_padding_mask=None, memory_key_padding_mask=None,
         tgt_is_causal=False, memory_is_causal=False,

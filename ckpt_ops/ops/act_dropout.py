@@ -90,9 +90,9 @@ def act_dropout(
     if name == "reference":
         return reference.act_dropout(input, bias, act, random)
     y = call(ActDropout, *distinct(input, bias), act, *random, dispatch.NAMESPACE[name])
-    if saved.active():
+    if engine := saved.active():
         again = functools.partial(_again, act, *random[1:], dispatch.NAMESPACE[name])
-        saved.register("act_dropout", again, (input, bias, random.seed), (y,))
+        engine.register("act_dropout", again, (input, bias, random.seed), (y,))
     return y
 
 

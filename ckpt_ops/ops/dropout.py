@@ -66,8 +66,8 @@ def dropout(input, p=0.5, training=True, *, seed=None, stream=0, origin=(0, 0, 0
     if name == "reference":
         return reference.dropout(input, random)
     y = call(Dropout, input, *random, dispatch.NAMESPACE[name])
-    if saved.active() and saved.current().knows(input):  # else its input would have to be kept for it
-        saved.register("dropout", functools.partial(_again, *random[1:], dispatch.NAMESPACE[name]), (input, random.seed), (y,))
+    if (engine := saved.active()) and engine.knows(input):  # else its input would have to be kept for it
+        engine.register("dropout", functools.partial(_again, *random[1:], dispatch.NAMESPACE[name]), (input, random.seed), (y,))
     return y
 
 

@@ -168,9 +168,9 @@ def dropout_add_layer_norm(
     tensors = distinct(input, residual, input_bias, weight, bias)
     namespace = dispatch.NAMESPACE[name]
     y, r = call(DropoutAddLayerNorm, *tensors, shape, float(eps), *random, namespace)[:2]
-    if saved.active():  # r is kept, and y is its norm
+    if engine := saved.active():  # r is kept, and y is its norm
         again = functools.partial(layer_norm.again, shape, float(eps), namespace)
-        saved.register("dropout_add_layer_norm", again, (r, weight, bias), (y,))
+        engine.register("dropout_add_layer_norm", again, (r, weight, bias), (y,))
     return y, r
 
 
@@ -194,7 +194,7 @@ def dropout_add_rms_norm(
     tensors = distinct(input, residual, input_bias, weight)
     namespace = dispatch.NAMESPACE[name]
     y, r = call(DropoutAddRMSNorm, *tensors, shape, eps, float(offset), *random, namespace)[:2]
-    if saved.active():
+    if engine := saved.active():
         again = functools.partial(rms_norm.again, shape, eps, float(offset), namespace)
-        saved.register("dropout_add_rms_norm", again, (r, weight), (y,))
+        engine.register("dropout_add_rms_norm", again, (r, weight), (y,))
     return y, r

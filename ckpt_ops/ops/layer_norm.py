@@ -109,8 +109,8 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, *, sav
 
 
 def _register(y, input, weight, bias, shape, eps, namespace):
-    if saved.active():
-        saved.register("layer_norm", functools.partial(again, shape, eps, namespace), (input, weight, bias), (y,))
+    if engine := saved.active():
+        engine.register("layer_norm", functools.partial(again, shape, eps, namespace), (input, weight, bias), (y,))
 
 
 def again(shape, eps, namespace, x, weight, bias):

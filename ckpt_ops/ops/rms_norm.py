@@ -108,9 +108,9 @@ def rms_norm(input, normalized_shape, weight=None, eps=None, *, offset=0.0, save
 
 
 def _register(y, input, weight, shape, eps, offset, namespace):
-    if saved.active():
+    if engine := saved.active():
         recipe = functools.partial(again, shape, default_eps(eps, input.dtype), offset, namespace)
-        saved.register("rms_norm", recipe, (input, weight), (y,))
+        engine.register("rms_norm", recipe, (input, weight), (y,))
 
 
 def again(shape, eps, offset, namespace, x, weight):

@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .. import seeds
-from ..saved.engine import offloader_on_top
+from ..saved.scope import offloader_on_top
 from .boundary import Region, SavedByPolicy
 from .forwards import WrappedForward
 

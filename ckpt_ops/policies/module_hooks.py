@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from ..saved.engine import current, register
+from ..saved.scope import current
 
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
@@ -65,7 +65,7 @@ class Registers:
             engine.refused[self.name] = reason
             return
         again = _Again(module, tuple(kwargs))
-        register(self.name, again, inputs, outputs, tuple(again.tensors.values()), module)
+        engine.register(self.name, again, inputs, outputs, tuple(again.tensors.values()), module)
 
 
 class _Again:

@@ -17,7 +17,8 @@ from torch import nn
 
 from ..memory import kept
 from ..saved.accepts import Accepts, call_for
-from ..saved.engine import Engine, entered, wanted
+from ..saved.engine import new_engine
+from ..saved.scope import entered, wanted
 from ..saved.verify import current_verifier
 from .checkpoint import CheckpointedForward, caches_off, refuse_checkpointed
 from .find import find_blocks
@@ -78,14 +79,14 @@ class _Regenerating(WrappedForward):
     def __init__(self, model):
         super().__init__(model)
         self.needed = self.recomputed = False
-        self.replaced, self.refused = {}, {}
+        self.refused = {}
 
     def around(self, module, forward, args, kwargs):
         with caches_off(module) if self.recomputed else contextlib.nullcontext():
             if not self.needed or not wanted():
                 return forward(*args, **kwargs)
-            engine = Engine(accepts=False, verifier=current_verifier())
-            self.replaced, self.refused = engine.replaced, engine.refused
+            engine = new_engine(accepts=False, verifier=current_verifier())
+            self.refused = engine.refused
             with entered(engine):
                 return call_for(module, forward, *args, **kwargs)
 

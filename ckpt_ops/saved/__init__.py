@@ -5,7 +5,6 @@ sees each tensor that autograd saves (torch.autograd.graph.saved_tensors_hooks).
 replaced by a handle; in backward the handle's recipe runs once, and all consumers of that storage share the result.
 """
 
-from .engine import active, current, is_watched, regenerating, register
-from .recipe import Refused
+from .scope import active, current, is_watched, regenerating
 
-__all__ = ["Refused", "active", "current", "is_watched", "regenerating", "register"]
+__all__ = ["active", "current", "is_watched", "regenerating"]

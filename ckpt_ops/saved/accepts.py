@@ -1,79 +1,72 @@
 """Which modules of this package register their outputs, where `regenerate` chose some of them."""
 
-import threading
+import functools
 
 import torch
 
-from .engine import current
-
-
-class _Stack(threading.local):
-    """(engine, whether it accepted before) of each call that this thread is in."""
-
-    def __init__(self):
-        self.calls = []
+from .scope import current
 
 
 class Accepts:
-    """For a module of this package: while it runs, its ops register their outputs themselves."""
+    """A mark on a module of this package: while it runs, its ops register their outputs themselves.
+
+    A hook would cost more than what it is there for; and hooks are not called where a KeyboardInterrupt ends the forward.
+    """
 
     refused = None
 
     def __init__(self, name):
-        self.name, self._stack = name, _Stack()
-
-    def __reduce__(self):
-        return Accepts, (self.name,)
+        self.name = name
 
     def install(self, module):
-        return [
-            module.register_forward_pre_hook(self.enter),
-            module.register_forward_hook(self.leave, always_call=True),
-        ]
+        vars(module).setdefault("_accepts", []).append(self)
+        return [_Mark(self, module)]
 
-    def enter(self, module=None, args=None):
-        engine, calls = current(), self._stack.calls
-        if calls and calls[-1][0] is not engine:
-            calls.clear()  # left by calls that a KeyboardInterrupt ended: hooks do not see it
-        calls.append((engine, engine is not None and engine.accepts))
-        if engine is not None:
-            engine.accepts = True
 
-    def leave(self, module=None, args=None, output=None):
-        engine, accepted = self._stack.calls.pop() if self._stack.calls else (None, False)
-        if engine is not None:
-            engine.accepts = accepted
+class _Mark:
+    def __init__(self, accepts, module):
+        self._accepts, self._module = accepts, module
+
+    def remove(self):
+        marks = vars(self._module).get("_accepts", [])
+        if self._accepts in marks:
+            marks.remove(self._accepts)
+        if not marks:
+            vars(self._module).pop("_accepts", None)
+
+
+def registers(forward):
+    """Decorates the forward of a module of this package whose ops may register outputs: they do if the module is marked."""
+
+    @functools.wraps(forward)
+    def call(module, *args, **kwargs):
+        return call_for(module, forward, module, *args, **kwargs)
+
+    return call
 
 
 def call_for(module, fn, *args, **kwargs):
-    """fn(*args, **kwargs), one kernel that does a child's work as well: it registers its output where the child would."""
-    accepts = _accepts(module)
-    if accepts is None:
+    """fn(*args, **kwargs), which does the module's work: it registers its output if the module is marked."""
+    if "_accepts" not in module.__dict__ or torch.compiler.is_compiling():
         return fn(*args, **kwargs)
-    accepts.enter()
+    engine = current()
+    if engine is None or engine.accepts:
+        return fn(*args, **kwargs)
+    engine.accepts = True
     try:
         return fn(*args, **kwargs)
     finally:
-        accepts.leave()
+        engine.accepts = False
 
 
 def refuse_for(module, reason):
     """Notes for the report why the module's output stays kept, if it was to be regenerated."""
-    accepts, engine = _accepts(module), None if torch.compiler.is_compiling() else current()
-    if accepts is not None and engine is not None:
-        engine.refused[accepts.name] = reason
+    engine = None if torch.compiler.is_compiling() else current()
+    if engine is not None:
+        for accepts in vars(module).get("_accepts", ()):
+            engine.refused[accepts.name] = reason
 
 
 def has_own_hooks(module):
     """Whether calling the module runs hooks that a fused kernel in its place would leave out."""
-    if module._backward_hooks or module._backward_pre_hooks:
-        return True
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return any(not isinstance(getattr(hook, "__self__", None), Accepts) for hook in hooks)
-
-
-def _accepts(module):
-    for hook in module._forward_pre_hooks.values():
-        if isinstance(getattr(hook, "__self__", None), Accepts):
-            return hook.__self__
-    return None
+    return bool(module._backward_hooks or module._backward_pre_hooks or module._forward_pre_hooks or module._forward_hooks)

@@ -11,8 +11,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import copies
-from .engine import current, handed_over, offloads
 from .recipe import Handle, Recipe, Stored, node_name, storage_key
+from .scope import current, handed_over, offloads
 
 _UNDER_WAY = 2  # copies whose originals are still held
 
@@ -95,6 +95,11 @@ class Offloader:
             moved = self._moved[key] = Moved(self._copied(t), t)
             self.rows.append(Row.of(t, self._why))
         return Handle(moved, 0, t)
+
+    def origin(self, t):
+        """What a recipe holds of a tensor that it makes its output from."""
+        with self.because("made again from"):
+            return self.replace(t)
 
     @contextlib.contextmanager
     def because(self, why):

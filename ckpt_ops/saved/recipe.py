@@ -1,6 +1,8 @@
 """A recipe makes the outputs of one call again; a handle stands for one tensor on such an output."""
 
+import abc
 import contextlib
+import functools
 import threading
 
 import torch
@@ -8,10 +10,6 @@ from torch import Tensor
 
 # One regeneration at a time: recipes nest, and consumers of one value may run in several threads.
 _lock = threading.RLock()
-
-
-class Refused(Exception):
-    """Why an output was not registered."""
 
 
 class Recipe:
@@ -31,6 +29,14 @@ class Recipe:
         self.nbytes = [out.untyped_storage().nbytes() for out in outputs]
         self.handles = self.runs = self._left = 0
         self._values = self.source = None
+
+    def held(self):
+        """The tensors that it keeps alive: what it starts from, and the recipes of its inputs."""
+        for i in self.inputs:
+            if isinstance(i, Handle):
+                yield from i.held()
+            elif isinstance(i, Tensor):
+                yield i
 
     def take(self, index):
         """Output `index`, made again if need be. Dropped once every handle has taken it, or with the backward."""
@@ -70,8 +76,22 @@ class Recipe:
         return values
 
 
-class Handle:
-    """What autograd holds instead of a tensor: a place on a recipe's output, or all of it."""
+class Packed(abc.ABC):
+    """What autograd holds instead of a tensor. csrc/saved has such classes too, known here to isinstance()."""
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def held(self):
+        """The tensors that it keeps alive."""
+
+    @abc.abstractmethod
+    def tensor(self):
+        """The tensor."""
+
+
+class Handle(Packed):
+    """A place on a recipe's output, or all of it.  Twin: csrc/saved/handle.h."""
 
     __slots__ = ("recipe", "index", "place", "original")
 
@@ -82,12 +102,7 @@ class Handle:
         self.original = None if t is None or recipe.source is None else recipe.source.original(t)
 
     def held(self):
-        """The tensors that this handle keeps alive: what its recipe, and the recipes of that one's inputs, start from."""
-        for i in self.recipe.inputs:
-            if isinstance(i, Handle):
-                yield from i.held()
-            elif isinstance(i, torch.Tensor):
-                yield i
+        return self.recipe.held()
 
     def tensor(self):
         if self.original is None:
@@ -101,41 +116,45 @@ class Handle:
         return value if self.place is None else value.as_strided(*self.place)
 
 
-class Stored:
-    """What autograd holds of a tensor that is kept. Where hooks stand, it leaves the check of the version to them."""
+class Stored(Packed):
+    """A tensor that is kept. Where hooks stand, autograd leaves the check of the version to them.  Twin: csrc/saved/stored.h.
+
+    kept: detached, as a graph node that holds its own output would never be freed, unless a backward frees what it holds.
+    """
 
     __slots__ = ("kept", "version")
 
     def __init__(self, t):
-        self.kept, self.version = t, t._version
+        self.kept, self.version = t if t.grad_fn is None else t.detach(), t._version
 
     def held(self):
         yield self.kept
 
     def tensor(self):
         if self.kept._version != self.version:
-            raise RuntimeError(
-                "ckpt_ops: one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a {self.kept.dtype} tensor of shape {tuple(self.kept.shape)} is at version {self.kept._version}, and was "
-                f"saved at version {self.version}"
-            )
+            raise_modified(self.kept, self.version)
         return self.kept
 
 
-class Entry:
-    """A registered storage. It is known by a weak reference: an address is reused as soon as it is freed."""
+def raise_modified(kept, version):
+    """The error of a kept tensor that is no longer what was saved."""
+    raise RuntimeError(
+        "ckpt_ops: one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"a {kept.dtype} tensor of shape {tuple(kept.shape)} is at version {kept._version}, and was saved at version {version}"
+    )
 
-    __slots__ = ("recipe", "index", "version", "dtype", "_weak")
 
-    def __init__(self, recipe, index, t):
-        self.recipe, self.index, self.version, self.dtype = recipe, index, t._version, t.dtype
-        self._weak = t.untyped_storage()._weak_ref()  # what torch.multiprocessing's StorageWeakRef wraps
+def cast_of(recipe, index, cast, verifier):
+    """The recipe of `cast`, which is a recipe's output in another dtype."""
+    again = functools.partial(_cast, cast.dtype)
+    made = Recipe(f"{recipe.name} in {cast.dtype}", again, [Handle(recipe, index)], (), [cast])
+    if verifier is not None:
+        made.source = verifier.source(made.name, None)
+    return made
 
-    def expired(self):
-        return torch.UntypedStorage._expired(self._weak)
 
-    def __del__(self, free=torch.UntypedStorage._free_weak_ref):
-        free(self._weak)
+def _cast(dtype, x):
+    return x.to(dtype)
 
 
 def node_name(node):

@@ -29,7 +29,7 @@ struct ActDropout : torch::autograd::Function<ActDropout> {
     ctx->set_materialize_grads(false);
     ctx->saved_data["act"] = act;
     at.keep(ctx);
-    return fwd().call(x, bias, act, at.seed, at.p, at.stream, at.origin);
+    return compute(fwd(), x, bias, act, at.seed, at.p, at.stream, at.origin);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -56,11 +56,7 @@ PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t count) {
   const Place at = arguments.place();
   arguments.namespace_is_ours();
   if (arguments.declined || !serves(fwd(), x)) Py_RETURN_NONE;
-  Tensor y;
-  {
-    pybind11::gil_scoped_release no_gil;
-    y = recorded(x, bias) ? ActDropout::apply(x, bias, act, at) : fwd().call(x, bias, act, at.seed, at.p, at.stream, at.origin);
-  }
+  Tensor y = recorded(x, bias) ? ActDropout::apply(x, bias, act, at) : compute(fwd(), x, bias, act, at.seed, at.p, at.stream, at.origin);
   return THPVariable_Wrap(std::move(y));
   END_HANDLE_TH_ERRORS
 }

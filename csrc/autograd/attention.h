@@ -31,7 +31,7 @@ auto& bwd() {
 
 std::tuple<Tensor, Tensor> run(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask, const Form& form,
                                const Place& at) {
-  return fwd().call(q, k, v, mask, form.causal, form.scale, at.seed, at.p, at.stream, at.origin, form.heads_total);
+  return compute(fwd(), q, k, v, mask, form.causal, form.scale, at.seed, at.p, at.stream, at.origin, form.heads_total);
 }
 
 struct Attention : torch::autograd::Function<Attention> {
@@ -75,11 +75,7 @@ PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t count) {
   form.heads_total = arguments.whole_number();
   arguments.namespace_is_ours();
   if (arguments.declined || !serves(fwd(), q)) Py_RETURN_NONE;
-  Tensor o;
-  {
-    pybind11::gil_scoped_release no_gil;
-    o = recorded(q, k, v) ? Attention::apply(q, k, v, mask, form, at) : std::get<0>(run(q, k, v, mask, form, at));
-  }
+  Tensor o = recorded(q, k, v) ? Attention::apply(q, k, v, mask, form, at) : std::get<0>(run(q, k, v, mask, form, at));
   return as_tuple({o});
   END_HANDLE_TH_ERRORS
 }

@@ -13,7 +13,7 @@ auto& op() {
   return op;
 }
 
-Tensor run(const Tensor& x, const Place& at) { return op().call(x, at.seed, at.p, at.stream, at.origin); }
+Tensor run(const Tensor& x, const Place& at) { return compute(op(), x, at.seed, at.p, at.stream, at.origin); }
 
 struct Dropout : torch::autograd::Function<Dropout> {
   static constexpr bool is_traceable = true;
@@ -41,11 +41,7 @@ PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t count) {
   const Place at = arguments.place();
   arguments.namespace_is_ours();
   if (arguments.declined || !serves(op(), x)) Py_RETURN_NONE;
-  Tensor y;
-  {
-    pybind11::gil_scoped_release no_gil;
-    y = recorded(x) ? Dropout::apply(x, at) : run(x, at);
-  }
+  Tensor y = recorded(x) ? Dropout::apply(x, at) : run(x, at);
   return THPVariable_Wrap(std::move(y));
   END_HANDLE_TH_ERRORS
 }

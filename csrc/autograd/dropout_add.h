@@ -27,7 +27,7 @@ struct DropoutAdd : torch::autograd::Function<DropoutAdd> {
     ctx->set_materialize_grads(false);
     ctx->saved_data["bias"] = bias ? c10::IValue(bias->scalar_type()) : c10::IValue();
     at.keep(ctx);
-    return fwd().call(x, residual, bias, at.seed, at.p, at.stream, at.origin);
+    return compute(fwd(), x, residual, bias, at.seed, at.p, at.stream, at.origin);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -56,12 +56,8 @@ PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t count) {
   const Place at = arguments.place();
   arguments.namespace_is_ours();
   if (arguments.declined || !serves(fwd(), x)) Py_RETURN_NONE;
-  Tensor y;
-  {
-    pybind11::gil_scoped_release no_gil;
-    y = recorded(x, residual, bias) ? DropoutAdd::apply(x, residual, bias, at)
-                                    : fwd().call(x, residual, bias, at.seed, at.p, at.stream, at.origin);
-  }
+  Tensor y = recorded(x, residual, bias) ? DropoutAdd::apply(x, residual, bias, at)
+                                  : compute(fwd(), x, residual, bias, at.seed, at.p, at.stream, at.origin);
   return THPVariable_Wrap(std::move(y));
   END_HANDLE_TH_ERRORS
 }

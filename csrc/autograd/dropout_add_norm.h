@@ -52,10 +52,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run(const Tensor& x, const Tensor& re
                                                const Place& at) {
   const auto shape = c10::fromIntArrayRefSlow(norm.shape);
   if constexpr (RMS) {
-    auto [y, r, rstd] = rms_fwd().call(x, residual, input_bias, weight, shape, norm.eps, norm.offset, at.seed, at.p, at.stream, at.origin);
+    auto [y, r, rstd] = compute(rms_fwd(), x, residual, input_bias, weight, shape, norm.eps, norm.offset, at.seed, at.p, at.stream, at.origin);
     return {y, r, Tensor(), rstd};
   } else {
-    return layer_fwd().call(x, residual, input_bias, weight, bias, shape, norm.eps, at.seed, at.p, at.stream, at.origin);
+    return compute(layer_fwd(), x, residual, input_bias, weight, bias, shape, norm.eps, at.seed, at.p, at.stream, at.origin);
   }
 }
 
@@ -122,14 +122,11 @@ PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t count) {
   arguments.namespace_is_ours();
   if (arguments.declined || !(RMS ? serves(rms_fwd(), x) : serves(layer_fwd(), x))) Py_RETURN_NONE;
   Tensor y, r;
-  {
-    pybind11::gil_scoped_release no_gil;
-    if (recorded(x, residual, input_bias, weight, bias)) {
-      auto outputs = DropoutAddNorm<RMS>::apply(x, residual, input_bias, weight, bias, norm, at);
-      y = outputs[0], r = outputs[1];
-    } else {
-      std::tie(y, r, std::ignore, std::ignore) = run<RMS>(x, residual, input_bias, weight, bias, norm, at);
-    }
+  if (recorded(x, residual, input_bias, weight, bias)) {
+    auto outputs = DropoutAddNorm<RMS>::apply(x, residual, input_bias, weight, bias, norm, at);
+    y = outputs[0], r = outputs[1];
+  } else {
+    std::tie(y, r, std::ignore, std::ignore) = run<RMS>(x, residual, input_bias, weight, bias, norm, at);
   }
   return as_tuple({y, r});
   END_HANDLE_TH_ERRORS

@@ -27,7 +27,7 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
 
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                         at::IntArrayRef shape, double eps) {
-    auto [y, mean, rstd] = fwd().call(x, weight, bias, c10::fromIntArrayRefSlow(shape), eps);
+    auto [y, mean, rstd] = compute(fwd(), x, weight, bias, c10::fromIntArrayRefSlow(shape), eps);
     const bool dw = needs_graph(weight);
     if (x.requires_grad() || dw) {  // for a bias alone, nothing
       ctx->save_for_backward({x, mean, rstd, x.requires_grad() && weight ? *weight : Tensor()});
@@ -68,11 +68,8 @@ PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t count) {
   const double eps = arguments.number();
   if (arguments.declined || !serves(fwd(), x)) Py_RETURN_NONE;
   Tensor y;
-  {
-    pybind11::gil_scoped_release no_gil;
-    if (recorded(x, weight, bias)) y = LayerNorm::apply(x, weight, bias, at::IntArrayRef(shape), eps);
-    else y = std::get<0>(fwd().call(x, weight, bias, c10::fromIntArrayRefSlow(shape), eps));
-  }
+  if (recorded(x, weight, bias)) y = LayerNorm::apply(x, weight, bias, at::IntArrayRef(shape), eps);
+  else y = std::get<0>(compute(fwd(), x, weight, bias, c10::fromIntArrayRefSlow(shape), eps));
   return THPVariable_Wrap(std::move(y));
   END_HANDLE_TH_ERRORS
 }

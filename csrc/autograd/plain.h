@@ -187,6 +187,15 @@ bool serves(const Op& op, const Tensor& t) {
   return op.hasKernelForDispatchKey(t.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA);
 }
 
+// Calls a kernel without the interpreter's lock. Around it the lock is held: where saved-tensor hooks stand, every tensor that a node
+// saves would take it.
+template <class Op, class... Values>
+auto compute(const Op& op, Values&&... values) {
+  std::optional<pybind11::gil_scoped_release> released;
+  if (PyGILState_Check()) released.emplace();
+  return op.call(std::forward<Values>(values)...);
+}
+
 inline bool needs_graph(const Tensor& t) { return t.requires_grad(); }
 inline bool needs_graph(const OptionalTensor& t) { return given(t) && t->requires_grad(); }
 

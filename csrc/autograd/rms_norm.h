@@ -25,7 +25,7 @@ struct RMSNorm : torch::autograd::Function<RMSNorm> {
 
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& weight, at::IntArrayRef shape, double eps,
                         double offset) {
-    auto [y, rstd] = fwd().call(x, weight, c10::fromIntArrayRefSlow(shape), eps, offset);
+    auto [y, rstd] = compute(fwd(), x, weight, c10::fromIntArrayRefSlow(shape), eps, offset);
     ctx->save_for_backward({x, rstd, x.requires_grad() && weight ? *weight : Tensor()});
     ctx->set_materialize_grads(false);
     ctx->saved_data["shape"] = shape;
@@ -61,11 +61,8 @@ PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t count) {
   const double eps = arguments.epsilon(x), offset = arguments.number();
   if (arguments.declined || !serves(fwd(), x)) Py_RETURN_NONE;
   Tensor y;
-  {
-    pybind11::gil_scoped_release no_gil;
-    if (recorded(x, weight)) y = RMSNorm::apply(x, weight, at::IntArrayRef(shape), eps, offset);
-    else y = std::get<0>(fwd().call(x, weight, c10::fromIntArrayRefSlow(shape), eps, offset));
-  }
+  if (recorded(x, weight)) y = RMSNorm::apply(x, weight, at::IntArrayRef(shape), eps, offset);
+  else y = std::get<0>(compute(fwd(), x, weight, c10::fromIntArrayRefSlow(shape), eps, offset));
   return THPVariable_Wrap(std::move(y));
   END_HANDLE_TH_ERRORS
 }

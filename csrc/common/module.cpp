@@ -7,7 +7,7 @@
 #include <map>
 #include <string>
 
-#include "autograd/functions.h"
+#include "autograd/autograd.h"
 #include "math/philox.h"
 
 // A quoted define would have to survive a shell or not, depending on who builds.
@@ -33,6 +33,6 @@ std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, std::array<uint3
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("build_info", &build_info, "The torch version, compiler and instruction set this library was built for.");
   m.def("instruction_set", &instruction_set, "The instruction set this library was compiled for: \"avx2\" or \"default\".");
-  if (!ckpt::add_autograd_functions(m.ptr())) throw pybind11::error_already_set();
+  if (!ckpt::add_autograd(m.ptr())) throw pybind11::error_already_set();
   m.def("philox", &philox, "Four words of Philox4x32-7 for a counter of 4 and a key of 2 words.");
 }

@@ -6,7 +6,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ckpt_ops
-from ckpt_ops.saved.engine import Engine, entered
+from ckpt_ops.saved.engine import new_engine
+from ckpt_ops.saved.scope import entered
 from helpers_saved import Counted, assert_same, grads_of, leaf
 
 
@@ -27,7 +28,7 @@ def test_a_registered_output_is_replaced_and_made_again_once_for_all_consumers()
 def test_a_reused_address_is_not_mistaken_for_what_was_there():
     """Registered storages die, new ones of the same size take their place: none of these is taken for an old one."""
     f = Counted(torch.sin)
-    with entered(Engine()) as engine:
+    with entered(new_engine()) as engine:
         addresses, reused = set(), 0
         for _ in range(600):  # more than the engine remembers before it sweeps
             addresses.add(f(torch.randn(100)).data_ptr())
@@ -35,7 +36,7 @@ def test_a_reused_address_is_not_mistaken_for_what_was_there():
             reused += fresh.data_ptr() in addresses
             assert engine.replace(fresh) is fresh
         assert reused > 100
-        assert len(engine._entries) <= 257
+        assert engine.registered <= 257
 
 
 def test_views_whose_base_died():
@@ -156,10 +157,10 @@ def test_inert_where_other_hooks_are_on_top(region):
             return net(x).sum()
 
     engine = assert_same(forward, leaf(3, 6))
-    assert not engine.replaced and not engine._entries
+    assert not engine.replaced and not engine.registered
     handle = ckpt_ops.regenerate(net, "qkv", modules=["1", "3"])
     engine = assert_same(forward, leaf(3, 6))
-    assert not engine.replaced and not engine._entries
+    assert not engine.replaced and not engine.registered
     handle.remove()
 
 

@@ -1,6 +1,7 @@
 """The engine: when a recipe runs, how long its value lives, and what is left behind."""
 
 import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import ckpt_ops
 from ckpt_ops.saved import current
+from ckpt_ops.saved.engine import Engine, new_engine
 from ckpt_ops.saved.recipe import Handle
 from helpers_saved import Counted, assert_same, leaf
 
@@ -91,7 +93,7 @@ def test_a_handle_holds_no_value():
     f, x, w = Counted(torch.sin), torch.randn(4), leaf(4)
     with ckpt_ops.regenerating() as engine:
         y = f(x)
-        assert type(engine.replace(y)) is Handle
+        assert isinstance(engine.replace(y), Handle)
         storage = StorageWeakRef(y.untyped_storage())
         loss = (y * w).sum()
         del y
@@ -190,6 +192,32 @@ def test_steps_leave_nothing_behind():
         gc.unfreeze()
         gc.enable()
     assert not f.alive()
+
+
+@pytest.mark.parametrize("context", [ckpt_ops.regenerating, lambda: ckpt_ops.offloading(min_bytes=0)])
+@pytest.mark.parametrize("op", [torch.exp, lambda x: x.softmax(-1), lambda x: ckpt_ops.scaled_dot_product_attention(x, x, x)])
+def test_a_graph_without_a_backward_is_freed(op, context):
+    """An op that saves its own output makes a cycle that nobody sees, if what autograd is given holds the output's graph."""
+
+    def forward():
+        x = leaf(2, 3, 8)
+        with context():
+            y = op(x)
+            loss = (y * y).sum()
+        return [StorageWeakRef(t.untyped_storage()) for t in (x, y, loss)]
+
+    assert all(ref.expired() for ref in forward())
+
+
+def test_both_engines_have_the_same_parts(engine_kind):
+    """What the package and its users ask of an engine."""
+    engine, twin = new_engine(), Engine()
+    assert (type(engine) is Engine) == (engine_kind == "python")
+    public = [name for name in dir(twin) if not name.startswith("_")]
+    assert public == [name for name in dir(engine) if not name.startswith("_")]
+    for name in ("accepts", "verifier", "offloader", "watch", "replaced", "refused", "registered"):
+        assert getattr(engine, name) == getattr(twin, name)
+    assert type(engine.replaced) is Counter
 
 
 def test_inert_under_torch_func():

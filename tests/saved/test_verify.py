@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import ckpt_ops
 from ckpt_ops.cli import main
 from ckpt_ops.demo.model import GPT
-from ckpt_ops.saved import register
+from ckpt_ops.saved import current
 from ckpt_ops.saved.compare import difference
 
 
@@ -88,15 +88,15 @@ def test_every_rung_of_the_demo_replays(rung):
 @pytest.mark.parametrize(
     "middle, cause",
     [
-        (OwnGenerator(lambda x, r: x * (r > 0.5)), "unseeded randomness"),
-        (LaterDropout(), "unseeded randomness"),
-        (OwnGenerator(lambda x, r: x + r), "mutated state"),
-        (Drifting(1.5), "mutated state"),
-        (Drifting(1 + 3e-7), "nondeterministic kernel"),
+        (lambda: OwnGenerator(lambda x, r: x * (r > 0.5)), "unseeded randomness"),
+        (LaterDropout, "unseeded randomness"),
+        (lambda: OwnGenerator(lambda x, r: x + r), "mutated state"),
+        (lambda: Drifting(1.5), "mutated state"),
+        (lambda: Drifting(1 + 3e-7), "nondeterministic kernel"),
     ],
 )
 def test_a_module_that_does_not_replay_is_named(middle, cause):
-    v = verified(Plain(middle), torch.randn(4, 8), warm=True)
+    v = verified(Plain(middle()), torch.randn(4, 8), warm=True)
     (finding,) = v.findings
     assert not v.ok and v.compared == 1
     assert (finding.module, finding.recipe, finding.shape, finding.dtype) == ("middle", "middle", (4, 16), torch.float32)
@@ -119,7 +119,7 @@ def test_the_figures_of_a_finding():
     calls, x, w = [0.25, 0.0], torch.zeros(3, 4), leaf(3, 4)
     with ckpt_ops.verify() as v, ckpt_ops.regenerating():
         y = half(x)
-        register("half", half, (x,), (y,))
+        current().register("half", half, (x,), (y,))
         loss = (y * w).sum()
     loss.backward()
     assert [(f.module, f.share, f.largest) for f in v.findings] == [("(outside of any module)", 0.5, 0.25)]
@@ -139,7 +139,7 @@ def test_a_changed_output_is_no_difference():
     with ckpt_ops.verify() as v:
         with ckpt_ops.regenerating():
             y = x.sin()
-            register("sin", torch.sin, (x,), (y,))
+            current().register("sin", torch.sin, (x,), (y,))
             loss = (y * w).sum()
             y.zero_()
         loss.backward()
@@ -202,10 +202,13 @@ class Cutting(nn.Module):
 
 @pytest.mark.parametrize(
     "middle, cause",
-    [(Casting(torch.float32, torch.bfloat16), "autocast: torch.bfloat16"), (Cutting(), r"mutated state: shape (3, 16)")],
+    [
+        (lambda: Casting(torch.float32, torch.bfloat16), "autocast: torch.bfloat16"),
+        (Cutting, r"mutated state: shape (3, 16)"),
+    ],
 )
 def test_another_dtype_or_shape_is_named_before_torch_refuses(middle, cause):
-    model, x = Plain(middle), leaf(4, 8)
+    model, x = Plain(middle()), leaf(4, 8)
     with ckpt_ops.verify(model) as v, pytest.raises(torch_checkpoint.CheckpointError):
         checkpoint(model, x, use_reentrant=False).sum().backward()
     assert v.findings[0].module == "middle" and v.findings[0].cause.startswith(cause) and v.findings[0].share == 1

@@ -1,5 +1,7 @@
-// The autograd functions of all ops, one file an op. Together in one source: torch's headers take longer to compile than they do.
-#include "autograd/functions.h"
+// All that speaks with torch's autograd: the functions of all ops, one file an op, and the engine of saved tensors. Together in one
+// source: torch's headers take longer to compile than they do.
+#include "autograd/autograd.h"
+
 #include "autograd/act_dropout.h"
 #include "autograd/attention.h"
 #include "autograd/dropout.h"
@@ -7,6 +9,7 @@
 #include "autograd/dropout_add_norm.h"
 #include "autograd/layer_norm.h"
 #include "autograd/rms_norm.h"
+#include "saved/engine_type.h"
 
 namespace ckpt {
 namespace {
@@ -30,6 +33,12 @@ PyMethodDef table[] = {
 
 }  // namespace
 
-bool add_autograd_functions(PyObject* module) { return PyModule_AddFunctions(module, table) == 0; }
+bool add_autograd(PyObject* module) {
+  PyTypeObject* engine = saved::type::ready();
+  for (PyTypeObject* type : {saved::handle_type(), saved::stored_type()}) {
+    if (PyType_Ready(type) != 0) return false;
+  }
+  return engine != nullptr && PyModule_AddType(module, engine) == 0 && PyModule_AddFunctions(module, table) == 0;
+}
 
 }  // namespace ckpt
