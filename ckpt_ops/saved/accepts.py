@@ -50,13 +50,14 @@ def call_for(module, fn, *args, **kwargs):
     if "_accepts" not in module.__dict__ or torch.compiler.is_compiling():
         return fn(*args, **kwargs)
     engine = current()
-    if engine is None or engine.accepts:
+    if engine is None:
         return fn(*args, **kwargs)
-    engine.accepts = True
+    before = engine.accepts, engine.caller
+    engine.accepts, engine.caller = True, module._accepts[-1].name
     try:
         return fn(*args, **kwargs)
     finally:
-        engine.accepts = False
+        engine.accepts, engine.caller = before
 
 
 def refuse_for(module, reason):

@@ -19,13 +19,13 @@ def new_engine(accepts=True, verifier=None):
 class Engine:
     """Registered storages of one forward, and the pack and unpack hooks.  Twin: csrc/saved/engine.h.
 
-    accepts: whether ops of this package register on their own.
+    accepts: whether ops of this package register on their own.  caller: the name of the chosen module that is running, or None.
     verifier, offloader, watch: of the contexts that it works in (verify(), offloading(), memory.kept's), or None.
     replaced, refused: per module or op name, how many saved tensors were replaced; why an output was not registered.
     """
 
     def __init__(self, accepts=True, verifier=None):
-        self.accepts, self.verifier = accepts, verifier
+        self.accepts, self.caller, self.verifier = accepts, None, verifier
         self.offloader = self.watch = None
         self.replaced, self.refused = Counter(), {}
         self._entries, self._sweep_at = {}, 256  # by storage
@@ -41,9 +41,11 @@ class Engine:
         """Registers `outputs` of the call fn(*inputs).
 
         fn must give bit-identical outputs for the same inputs. guards: tensors it reads besides the inputs. module: whose
-        call this is, where it is not the one that is running.
+        call this is, called `name`. Without it `name` is an op's: in the call of a chosen module, that one's name counts.
         What cannot be registered stays kept; `refused` says why.
         """
+        if module is None and self.caller is not None:
+            name = self.caller
         if (reason := _unfit((*inputs, *guards), outputs)) is not None:
             self.refused[name] = reason
             return
@@ -159,10 +161,15 @@ class Entry:
 
 def _unfit(given, outputs):
     """Why the outputs of a call cannot be registered, or None. given: what it reads."""
+    tensors = [t for t in given if isinstance(t, Tensor)]
     try:
-        held = {storage_key(t) for t in given if isinstance(t, Tensor)}
+        held = {storage_key(t) for t in tensors}
     except NotImplementedError:
         return "an input has no storage: it is sparse, or of another layout without one"
+    if any(t.is_inference() for t in tensors):
+        return "an input is an inference tensor, which does not tell whether it was modified since"
+    if not outputs:
+        return "it returns nothing"
     for out in outputs:
         if type(out) is not Tensor or out.layout is not strided or torch._C._functorch.is_functorch_wrapped_tensor(out):
             return f"an output is a {type(out).__name__}, not a plain tensor"

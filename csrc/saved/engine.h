@@ -14,7 +14,7 @@ namespace ckpt::saved {
 struct Engine {
   PyObject_HEAD
   char accepts;
-  PyObject *verifier, *offloader, *watch;
+  PyObject *caller, *verifier, *offloader, *watch;
   PyObject *replaced, *refused;
   Table* table;
 
@@ -50,6 +50,7 @@ struct Engine {
   }
 
   void register_outputs(PyObject* name, PyObject* fn, PyObject* inputs, PyObject* outputs, PyObject* guards, PyObject* module) {
+    if (module == Py_None && caller != Py_None) name = caller;
     if (const auto reason = unfit(inputs, guards, outputs); !reason.empty()) {
       checked(PyDict_SetItem(refused, name, checked(PyUnicode_FromString(reason.c_str()))));
       return;
@@ -131,9 +132,11 @@ struct Engine {
         if (!THPVariable_Check(value)) continue;
         const Tensor& t = THPVariable_Unpack(value);
         if (!t.has_storage()) return "an input has no storage: it is sparse, or of another layout without one";
+        if (t.is_inference()) return "an input is an inference tensor, which does not tell whether it was modified since";
         held.push_back(storage_key(t));
       }
     }
+    if (PySequence_Fast_GET_SIZE(outputs) == 0) return "it returns nothing";
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(outputs); ++i) {
       PyObject* out = PySequence_Fast_GET_ITEM(outputs, i);
       if (!is_exactly_tensor(out) || THPVariable_Unpack(out).layout() != at::kStrided || in_torch_func(THPVariable_Unpack(out))) {

@@ -17,6 +17,7 @@ inline PyObject* create(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   Object made = checked(type->tp_alloc(type, 0));
   Engine& self = *engine(made);
   self.accepts = accepts;
+  self.caller = Py_NewRef(Py_None);
   self.verifier = Py_NewRef(verifier);
   self.offloader = Py_NewRef(Py_None);
   self.watch = Py_NewRef(Py_None);
@@ -29,14 +30,14 @@ inline PyObject* create(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
 
 inline int traverse(PyObject* self, visitproc visit, void* arg) {
   const Engine& e = *engine(self);
-  for (PyObject* held : {e.verifier, e.offloader, e.watch, e.replaced, e.refused}) Py_VISIT(held);
+  for (PyObject* held : {e.caller, e.verifier, e.offloader, e.watch, e.replaced, e.refused}) Py_VISIT(held);
   return e.table != nullptr ? e.table->visit(visit, arg) : 0;
 }
 
 inline int drop(PyObject* self) {
   Engine& e = *engine(self);
   if (e.table != nullptr) e.table->clear();
-  for (PyObject** held : {&e.verifier, &e.offloader, &e.watch, &e.replaced, &e.refused}) Py_CLEAR(*held);
+  for (PyObject** held : {&e.caller, &e.verifier, &e.offloader, &e.watch, &e.replaced, &e.refused}) Py_CLEAR(*held);
   return 0;
 }
 
@@ -96,6 +97,7 @@ inline PyMethodDef methods[] = {
 
 inline PyMemberDef members[] = {
     {"accepts", T_BOOL, offsetof(Engine, accepts), 0, nullptr},
+    {"caller", T_OBJECT, offsetof(Engine, caller), 0, nullptr},
     {"verifier", T_OBJECT, offsetof(Engine, verifier), READONLY, nullptr},
     {"offloader", T_OBJECT, offsetof(Engine, offloader), 0, nullptr},
     {"watch", T_OBJECT, offsetof(Engine, watch), 0, nullptr},

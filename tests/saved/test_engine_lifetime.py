@@ -215,7 +215,7 @@ def test_both_engines_have_the_same_parts(engine_kind):
     assert (type(engine) is Engine) == (engine_kind == "python")
     public = [name for name in dir(twin) if not name.startswith("_")]
     assert public == [name for name in dir(engine) if not name.startswith("_")]
-    for name in ("accepts", "verifier", "offloader", "watch", "replaced", "refused", "registered"):
+    for name in ("accepts", "caller", "verifier", "offloader", "watch", "replaced", "refused", "registered"):
         assert getattr(engine, name) == getattr(twin, name)
     assert type(engine.replaced) is Counter
 

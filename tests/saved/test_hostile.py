@@ -121,6 +121,55 @@ def test_sparse_tensors_are_kept():
         assert torch.equal(torch.autograd.grad(loss, w)[0], w.cos())
 
 
+@pytest.mark.parametrize("layers", [ckpt_ops.nn, nn])
+def test_inference_tensors_do_not_tell_of_changes(layers):
+    model = nn.Sequential(layers.LayerNorm(8).requires_grad_(False), nn.Linear(8, 8))
+    with torch.inference_mode():
+        x = torch.randn(3, 8)
+    weight = model[1].weight
+    (expected,) = torch.autograd.grad(model(x).sum(), weight)
+    handle = regenerate(model, "store", modules=["0"])
+    (got,) = torch.autograd.grad(model(x).sum(), weight)
+    assert torch.equal(got, expected) and "an input is an inference tensor" in str(handle.report())
+
+
+@pytest.mark.parametrize("layers", [ckpt_ops.nn, nn])
+def test_the_report_names_the_module_whose_output_changed(layers):
+    class Adds(nn.Module):
+        def forward(self, x):
+            return x.add_(1)
+
+    model = nn.Sequential(layers.LayerNorm(8), Adds(), nn.Linear(8, 8))
+    expected = gradients(model(X).sin().sum(), model)
+    handle = regenerate(model, "store", modules=["0"])
+    assert_equal(gradients(model(X).sin().sum(), model), expected)
+    assert "kept: 0: its output was modified in place afterwards" in str(handle.report())
+
+
+def test_modules_inside_of_a_chosen_one_keep_their_names():
+    model = nn.Sequential(ckpt_ops.nn.MLP(8, dropout=0.1), nn.Linear(8, 8))
+    regenerate(model, "store", modules=["0", "0.up"])
+    kept = memory.kept(model, X)
+    through = {row.op.partition("(through ")[2].partition(")")[0] for row in kept.rows if "through" in row.op}
+    assert through == {"0", "0.up"}
+
+
+def test_a_module_that_returns_nothing():
+    class Nothing(nn.Module):
+        def forward(self, x):
+            return ()
+
+    class Model(nn.Sequential):
+        def forward(self, x):
+            self[0](x)
+            return self[1](x)
+
+    model = Model(Nothing(), nn.Linear(8, 8))
+    handle = regenerate(model, "store", modules=["0"])
+    model(torch.randn(3, 8)).sum().backward()
+    assert "it returns nothing" in str(handle.report())
+
+
 @pytest.mark.parametrize("how", ["regenerating", "offloading"])
 @pytest.mark.parametrize("view", [torch.conj, lambda y: y.conj().imag, lambda y: y.conj().T, lambda y: y.real])
 def test_conjugated_views(how, view):
